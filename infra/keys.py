@@ -1,0 +1,126 @@
+"""Names of everything that gyre keeps in Redis, and the small values that are kept under them.
+
+One place, so that a reader can see the whole of the shared state. Values are JSON of the models below, except
+call records (bytes of ``trajectory.records``).
+"""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+ROUTES = "gyre:routes"
+"""Hash: cell name -> Route."""
+
+ROUTES_CHANGED = "gyre:routes:changed"
+"""Pub/sub channel: a cell name whose route changed."""
+
+
+class Route(BaseModel):
+    """How proxies reach a cell's engine. Replaced only by compare-and-set on (incarnation, epoch)."""
+
+    model_config = ConfigDict(frozen=True)
+
+    cell: str
+    url: str
+    incarnation: str
+    """Identity of the engine process; a restarted engine is another incarnation."""
+    epoch: int
+    """Of the scheduler's desired state that produced this route. Never decreases within an incarnation."""
+    open: bool
+    """False: no new request may be sent, unfinished ones are resubmitted elsewhere."""
+    version: int
+    """Weight version that the engine serves."""
+
+
+class EpisodeKey(BaseModel):
+    """What an API key stands for. The key is all that a harness knows of gyre."""
+
+    model_config = ConfigDict(frozen=True)
+
+    episode: str
+    generation: int
+    """Keys of an older generation than ``generation_of(episode)`` are refused."""
+    min_version: int
+    max_version: int
+    """The call may be served by any weight version in [min_version, max_version]."""
+    temperature: float
+    max_new_tokens: int
+    """Sampled tokens per turn at most."""
+    context_limit: int
+    """Tokens of prompt and output together at most."""
+    max_calls: int
+    """Calls of the episode at most; further ones are refused and the episode counts as truncated."""
+
+
+def key(api_key: str) -> str:
+    """String: EpisodeKey. Deleted when the episode ends."""
+    return f"gyre:key:{api_key}"
+
+
+def calls(episode: str) -> str:
+    """List: encoded call records, in order."""
+    return f"gyre:ep:{episode}:calls"
+
+
+def open_calls(episode: str) -> str:
+    """Hash: request id -> JSON of an unfinished call, written before the engine is asked."""
+    return f"gyre:ep:{episode}:open"
+
+
+def generation_of(episode: str) -> str:
+    """Integer: the generation that may speak for the episode."""
+    return f"gyre:ep:{episode}:generation"
+
+
+def held(episode: str) -> str:
+    """Float: seconds for which the proxy held the episode's finished calls; not charged to its budget."""
+    return f"gyre:ep:{episode}:held"
+
+
+def holding(episode: str) -> str:
+    """Hash: request id -> Unix time since which an unfinished call is being held."""
+    return f"gyre:ep:{episode}:holding"
+
+
+def lease(episode: str) -> str:
+    """String with a TTL: the supervisor that may run the episode's harness (``generation:pid``)."""
+    return f"gyre:ep:{episode}:lease"
+
+
+def truncated(episode: str) -> str:
+    """String: why the proxy refused further calls (``context``, ``calls``); absent otherwise."""
+    return f"gyre:ep:{episode}:truncated"
+
+
+def proxy_lease(proxy_id: str) -> str:
+    """String with a TTL: a live proxy process."""
+    return f"gyre:proxy:{proxy_id}"
+
+
+PROXIES = "gyre:proxies"
+"""Set: ids of proxies that have ever registered; one whose lease has run out is dead."""
+
+
+def route_acks(cell: str) -> str:
+    """Hash: proxy id -> ``incarnation:epoch`` of the closed route on which it has no request left."""
+    return f"gyre:route:{cell}:acks"
+
+
+def weights(run: str, version: int) -> str:
+    """Hash: source id -> transfer manifest (JSON) of a process that can be read for this version."""
+    return f"gyre:weights:{run}:{version}"
+
+
+def step_demand(run: str, step: int) -> str:
+    """Hash: ``total``, ``ready`` and ``trained`` counts of a step."""
+    return f"gyre:step:{run}:{step}:demand"
+
+
+def step_running(run: str, step: int) -> str:
+    """Set: episodes of the step that are running."""
+    return f"gyre:step:{run}:{step}:running"
+
+
+def step_ended(run: str, step: int) -> str:
+    """Set: episodes of the step that have ended."""
+    return f"gyre:step:{run}:{step}:ended"

@@ -1,0 +1,99 @@
+"""Where gyre's parts are on this machine: one frozen model, read from the environment (``GYRE_*``).
+
+Everything that differs between the embedded default and a cluster is here. Settings describe the installation;
+what a training job does is in its run configuration.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class Settings(BaseSettings):
+    model_config = SettingsConfigDict(env_prefix="GYRE_", frozen=True, extra="forbid")
+
+    home: Path = Path(".gyre")
+    """State of the local stack: databases, logs, episodes, blobs."""
+
+    port_base: int = Field(default=17300, ge=1024, le=64000)
+    """First of the ports that the local stack opens, all on ``host``."""
+
+    host: str = "127.0.0.1"
+    """The address on which everything that gyre opens listens."""
+
+    temporal_address: str = ""
+    """``host:port`` of an external Temporal server; empty starts the embedded one."""
+
+    temporal_namespace: str = "default"
+
+    redis_url: str = ""
+    """URL of an external Redis or Valkey; empty starts the embedded one."""
+
+    blob_url: str = ""
+    """fsspec URL of the blob store; empty is ``home/blobs``."""
+
+    cells: int = Field(default=2, ge=1, le=64)
+    """How many cells the local stack starts."""
+
+    pool: str = "local"
+    """Name of the cell pool; its scheduler is ``gyre/scheduler/{pool}``."""
+
+    cell_capacity: int = Field(default=24, ge=1)
+    """Episodes that one serving cell holds at once; the watermark policy counts with it."""
+
+    harness_slots: int = Field(default=48, ge=1)
+    """Episodes that the harness worker of this machine runs at once."""
+
+    @cached_property
+    def root(self) -> Path:
+        return self.home.absolute()
+
+    @property
+    def embedded_temporal(self) -> bool:
+        return not self.temporal_address
+
+    @property
+    def embedded_redis(self) -> bool:
+        return not self.redis_url
+
+    @property
+    def temporal(self) -> str:
+        return self.temporal_address or f"{self.host}:{self.port_base}"
+
+    @property
+    def temporal_ui(self) -> str:
+        return f"http://{self.host}:{self.port_base + 1}"
+
+    @property
+    def redis(self) -> str:
+        return self.redis_url or f"redis://{self.host}:{self.port_base + 10}/0"
+
+    @property
+    def proxy_port(self) -> int:
+        return self.port_base + 20
+
+    @property
+    def proxy_socket(self) -> Path:
+        """Unix socket of the proxy: the one way out of a sandbox."""
+        return self.root / "proxy" / "proxy.sock"
+
+    @property
+    def blobs(self) -> str:
+        return self.blob_url or str(self.root / "blobs")
+
+    def cell_names(self) -> list[str]:
+        return [f"cell-{i}" for i in range(self.cells)]
+
+    def engine_port(self, cell: str) -> int:
+        return self.port_base + 100 + 10 * int(cell.rsplit("-", 1)[1])
+
+    def engine_url(self, cell: str) -> str:
+        return f"http://{self.host}:{self.engine_port(cell)}"
+
+    def replica_socket(self, cell: str) -> Path:
+        """Unix socket of the cell's training replica."""
+        return self.root / "cells" / cell / "replica.sock"
