@@ -1,0 +1,251 @@
+"""Every activity that a workflow calls: its queue, deadlines and retries, in one place.
+
+Workflows call these functions and never name an activity themselves. An activity is at-least-once; each is
+idempotent, or fenced by the incarnation that it names.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, TypeVar, Unpack
+
+from temporalio import workflow
+from temporalio.common import Priority, RetryPolicy
+
+from workflows import names
+from workflows.contracts import (
+    Candidate,
+    CellOrder,
+    CellReport,
+    CommitInput,
+    DrainInput,
+    DrainResult,
+    EpisodeExit,
+    EpisodeInput,
+    FinishInput,
+    GradeInput,
+    GradientsInput,
+    GradientSum,
+    GroupResult,
+    ProcessInput,
+    RunConfig,
+    RunFacts,
+    StepInput,
+    TrainInput,
+    TrainResult,
+    Verdict,
+    WatchCellInput,
+)
+from workflows.policies import Decision, PoolView
+
+Result = TypeVar("Result")
+
+CellOrders = CellOrder | TrainInput | GradientsInput | FinishInput
+
+LOST = "Lost"
+"""Application error type: the incarnation that the order was for is gone. Never retried."""
+
+SECOND = timedelta(seconds=1)
+QUICK = RetryPolicy(initial_interval=0.5 * SECOND, maximum_interval=10 * SECOND, maximum_attempts=8)
+STEADY = RetryPolicy(initial_interval=SECOND, backoff_coefficient=2, maximum_interval=30 * SECOND)
+FENCED = RetryPolicy(
+    initial_interval=SECOND, maximum_interval=5 * SECOND, maximum_attempts=4, non_retryable_error_types=[LOST]
+)
+"""For orders to one incarnation: repeated while its worker restarts, never once the incarnation is gone."""
+
+
+async def _call(
+    activity: str, arguments: list[Any], result: type[Result], **options: Unpack[workflow.ActivityConfig]
+) -> Result:
+    answer: Result = await workflow.execute_activity(activity, args=arguments, result_type=result, **options)
+    return answer
+
+
+async def inspect_run(config: RunConfig) -> RunFacts:
+    return await _call(
+        "inspect_run",
+        [config],
+        RunFacts,
+        task_queue=names.CONTROL_QUEUE,
+        start_to_close_timeout=600 * SECOND,
+        retry_policy=QUICK,
+        summary=f"validate {config.name}",
+    )
+
+
+async def open_step(step: StepInput) -> None:
+    await workflow.execute_activity(
+        "open_step",
+        step,
+        task_queue=names.CONTROL_QUEUE,
+        start_to_close_timeout=30 * SECOND,
+        retry_policy=STEADY,
+        summary=f"demand of {len(step.tasks)} × {step.group_size} episodes",
+    )
+
+
+async def close_step(run: str, step: int) -> None:
+    await workflow.execute_activity(
+        "close_step",
+        args=[run, step],
+        task_queue=names.CONTROL_QUEUE,
+        start_to_close_timeout=30 * SECOND,
+        retry_policy=STEADY,
+    )
+
+
+async def describe_steps(run: str, steps: list[int]) -> dict[str, str]:
+    """Execution status of each step's workflow; the reconciliation behind the completion signals."""
+    return await _call(
+        "describe_steps",
+        [run, steps],
+        dict[str, str],
+        task_queue=names.CONTROL_QUEUE,
+        start_to_close_timeout=30 * SECOND,
+        retry_policy=QUICK,
+    )
+
+
+async def run_episode(episode: EpisodeInput, summary: str) -> EpisodeExit:
+    """Heartbeats for hours; a worker that restarts on the same host goes on with the same attempt."""
+    return await _call(
+        "run_episode",
+        [episode],
+        EpisodeExit,
+        task_queue=names.HARNESS_QUEUE,
+        activity_id=f"ep-{episode.index:02d}",
+        start_to_close_timeout=(episode.budget.wall_s + 900) * SECOND,
+        heartbeat_timeout=90 * SECOND,
+        cancellation_type=workflow.ActivityCancellationType.WAIT_CANCELLATION_COMPLETED,
+        retry_policy=RetryPolicy(
+            initial_interval=2 * SECOND,
+            maximum_interval=60 * SECOND,
+            maximum_attempts=4,
+            non_retryable_error_types=["TaskInvalid", "HarnessUnavailable"],
+        ),
+        priority=Priority(priority_key=min(5, 1 + episode.step % 2)),
+        summary=summary,
+    )
+
+
+async def grade_episode(grade: GradeInput) -> Verdict:
+    return await _call(
+        "grade_episode",
+        [grade],
+        Verdict,
+        task_queue=names.GRADE_QUEUE,
+        activity_id=f"grade-{grade.episode.rsplit('/', 1)[1]}",
+        start_to_close_timeout=3600 * SECOND,
+        heartbeat_timeout=90 * SECOND,
+        retry_policy=RetryPolicy(
+            initial_interval=SECOND, maximum_attempts=4, non_retryable_error_types=["EvaluatorFailed", "TaskInvalid"]
+        ),
+    )
+
+
+async def process_group(process: ProcessInput) -> GroupResult:
+    return await _call(
+        "process_group",
+        [process],
+        GroupResult,
+        task_queue=names.TRAJECTORY_QUEUE,
+        start_to_close_timeout=900 * SECOND,
+        heartbeat_timeout=120 * SECOND,
+        retry_policy=QUICK,
+        summary=f"group {process.group}: {process.task}",
+    )
+
+
+def watch_demand(view: PoolView) -> workflow.ActivityHandle[Decision]:
+    """Returns when the policy would decide something else than what ``view`` already holds."""
+    return workflow.start_activity(
+        "watch_demand",
+        view,
+        result_type=Decision,
+        task_queue=names.CONTROL_QUEUE,
+        start_to_close_timeout=24 * 3600 * SECOND,
+        heartbeat_timeout=20 * SECOND,
+        cancellation_type=workflow.ActivityCancellationType.TRY_CANCEL,
+        retry_policy=STEADY,
+        summary="watch the counts of queued and running episodes",
+    )
+
+
+async def drain_cell(drain: DrainInput) -> DrainResult:
+    """On the control queue: the cell that is drained may be dead."""
+    return await _call(
+        "drain_cell",
+        [drain],
+        DrainResult,
+        task_queue=names.CONTROL_QUEUE,
+        start_to_close_timeout=(drain.deadline_s + 30) * SECOND,
+        heartbeat_timeout=20 * SECOND,
+        retry_policy=STEADY,
+        summary=f"drain {drain.cell}",
+    )
+
+
+async def _order(activity: str, order: CellOrders, result: type[Result], *, minutes: int, summary: str) -> Result:
+    return await _call(
+        activity,
+        [order],
+        result,
+        task_queue=names.cell_queue(order.cell),
+        schedule_to_start_timeout=120 * SECOND,
+        start_to_close_timeout=minutes * 60 * SECOND,
+        heartbeat_timeout=20 * SECOND,
+        retry_policy=FENCED,
+        summary=summary,
+    )
+
+
+async def serve_rollout(order: CellOrder) -> CellReport:
+    summary = f"{order.cell} serves version {order.desired.version}"
+    return await _order("serve_rollout", order, CellReport, minutes=20, summary=summary)
+
+
+async def prepare_training(order: CellOrder) -> CellReport:
+    what = "core" if order.desired.core else "satellite"
+    summary = f"{order.cell} becomes {what} of step {order.desired.step}"
+    return await _order("prepare_training", order, CellReport, minutes=20, summary=summary)
+
+
+def watch_cell(watch: WatchCellInput) -> workflow.ActivityHandle[CellReport]:
+    """Returns when the cell's engine or replica is another incarnation than the one given."""
+    return workflow.start_activity(
+        "watch_cell",
+        watch,
+        result_type=CellReport,
+        task_queue=names.cell_queue(watch.cell),
+        start_to_close_timeout=24 * 3600 * SECOND,
+        heartbeat_timeout=20 * SECOND,
+        cancellation_type=workflow.ActivityCancellationType.TRY_CANCEL,
+        retry_policy=STEADY,
+        summary=f"watch the processes of {watch.cell}",
+    )
+
+
+async def train_micro_steps(order: TrainInput) -> TrainResult:
+    summary = f"{len(order.micro_steps)} micro-steps on {order.cell}"
+    return await _order("train_micro_steps", order, TrainResult, minutes=30, summary=summary)
+
+
+async def offer_gradients(order: GradientsInput) -> GradientSum:
+    summary = f"gradient sum of {order.cell}"
+    return await _order("offer_gradients", order, GradientSum, minutes=10, summary=summary)
+
+
+async def finish_step(order: FinishInput) -> Candidate:
+    summary = f"update: version {order.version} → {order.version + 1}"
+    return await _order("finish_step", order, Candidate, minutes=30, summary=summary)
+
+
+async def commit_candidate(commit: CommitInput) -> None:
+    await workflow.execute_activity(
+        "commit_candidate",
+        commit,
+        task_queue=names.CONTROL_QUEUE,
+        start_to_close_timeout=60 * SECOND,
+        retry_policy=STEADY,
+        summary=f"LATEST = version {commit.version}",
+    )

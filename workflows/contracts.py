@@ -1,0 +1,533 @@
+"""What workflows, activities and the command line say to each other.
+
+Inputs and results are references and a few scalars (below 2 KB each); bulk data is in the blob store. Every model
+is frozen, refuses unknown keys, and is the only thing that crosses a process boundary through Temporal.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Contract(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Outcome(StrEnum):
+    """How an episode ended: a closed set (DESIGN, trajectory mathematics)."""
+
+    COMPLETED = "completed"
+    TIMED_OUT = "timed_out"
+    """Budget spent; graded on the preserved workspace."""
+    TRUNCATED = "truncated"
+    """Context, turn or token limit reached; graded."""
+    HARNESS_FAILED = "harness_failed"
+    """Graded if it made policy calls and the workspace survives, else excluded."""
+    EVALUATOR_FAILED = "evaluator_failed"
+    """Excluded, never zero; can be graded again from the stored workspace."""
+    INFRA_FAILED = "infra_failed"
+    CANCELLED = "cancelled"
+
+
+# --- configuration of a run ---------------------------------------------------------------------------------------
+
+
+class TaskSets(Contract):
+    train: str
+    """Folder of tasks in Harbor's format, one sub-folder each."""
+    heldout: str = ""
+    """Folder of tasks for evaluation; empty for none."""
+
+
+class SamplingConfig(Contract):
+    temperature: float = Field(default=1.0, gt=0)
+    max_new_tokens: int = Field(default=1024, ge=1)
+    """Sampled tokens per turn at most."""
+    context_limit: int = Field(default=32768, ge=16)
+    """Prompt and output tokens of a call at most."""
+    max_calls: int = Field(default=500, ge=1)
+    """Model calls of an episode at most; beyond, it is truncated."""
+
+
+class BudgetConfig(Contract):
+    active_s: float = Field(default=3600, gt=0)
+    """Seconds an episode may run, without the time for which the proxy held its calls."""
+    wall_s: float = Field(default=6 * 3600, gt=0)
+    """Seconds an episode may take by the clock on the wall, held time included."""
+
+
+class OptimizerConfig(Contract):
+    kind: Literal["adamw", "sgd"] = "adamw"
+    lr: float = Field(default=1e-6, gt=0)
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_grad: float = 1.0
+    """Largest norm of the gradient; 0 for no clipping."""
+
+
+class TrajectoryConfig(Contract):
+    cap: int | None = 5
+    """Trajectories per episode at most; None for no cap."""
+    reduction: Literal["episode_tokens", "episode_trajectories"] = "episode_tokens"
+    token_budget: int = Field(default=16384, ge=1)
+    """Tokens of a micro-step, the unit that a training cell claims."""
+
+
+class LossConfig(Contract):
+    loss: Literal["gspo"] = "gspo"
+    old: Literal["proximal", "behaviour"] = "proximal"
+    epsilon_low: float = 3e-4
+    epsilon_high: float = 4e-4
+    truncation: float = 2.0
+    """Upper bound C of the detached correction between behaviour and training policy."""
+
+
+class EvaluationConfig(Contract):
+    every: int = Field(default=10, ge=0)
+    """Evaluate before the first update and after every this many; 0 for never."""
+    tasks: int = Field(default=200, ge=1)
+    """The first this many held-out tasks, the same ones each time."""
+
+
+class SchedulerConfig(Contract):
+    policy: Literal["watermark", "colocate", "async"] = "watermark"
+    training_cells: int = Field(default=1, ge=1)
+    """Cells that the static split of `async` gives to training."""
+    satellite_s: float = Field(default=5.0, ge=0)
+    """Seconds of training work that must wait before a further cell joins (about twice a role switch)."""
+
+
+class RunConfig(Contract):
+    """A training job. Read from TOML by `gyre submit run`."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,40}$")
+    policy: str
+    """Hugging Face folder (config.json, model.safetensors, tokenizer.json) that the run starts from."""
+    tasks: TaskSets
+    harness: str = "mini"
+    steps: int = Field(ge=0)
+    """Updates after which the run ends (0: it only takes steps from `gyre submit step`)."""
+    tasks_per_step: int = Field(ge=1, le=512)
+    group_size: int = Field(default=16, ge=1, le=256)
+    max_staleness: int = Field(default=0, ge=0, le=4)
+    seed: int = 0
+    record_gradients: bool = True
+    """Keep each step's summed gradient, so that `gyre replay` can compare; as large as the weights."""
+    sampling: SamplingConfig = SamplingConfig()
+    budget: BudgetConfig = BudgetConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    trajectory: TrajectoryConfig = TrajectoryConfig()
+    loss: LossConfig = LossConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+
+
+class RunFacts(Contract):
+    """What the validation of a run configuration found."""
+
+    train_tasks: int
+    heldout_tasks: int
+    candidate_ref: str
+    """Candidate of version 0, made from the policy folder."""
+
+
+# --- steps and groups ---------------------------------------------------------------------------------------------
+
+
+class StepInput(Contract):
+    config: RunConfig
+    pool: str
+    step: int
+    """Number of the step in its run; evaluations are steps too."""
+    version: int
+    """Weight version that the step trains (or evaluates)."""
+    train: bool
+    candidate_ref: str = ""
+    """Candidate of ``version``; empty while an earlier step still trains it (``max_staleness`` > 0)."""
+    tasks: list[int]
+    """Indices into the sorted task set, one group each."""
+    group_size: int
+
+    @property
+    def run(self) -> str:
+        return self.config.name
+
+    @property
+    def oldest_version(self) -> int:
+        return max(0, self.version - (self.config.max_staleness if self.train else 0))
+
+
+class GroupInput(Contract):
+    config: RunConfig
+    step: int
+    version: int
+    oldest_version: int
+    train: bool
+    group: int
+    task: int
+    group_size: int
+
+
+class EpisodeInput(Contract):
+    run: str
+    step: int
+    group: int
+    index: int
+    task_set: str
+    task: int
+    harness: str
+    policy: str
+    min_version: int
+    max_version: int
+    sampling: SamplingConfig
+    budget: BudgetConfig
+
+
+class EpisodeExit(Contract):
+    """How the harness of an episode ended, before grading."""
+
+    outcome: Outcome
+    calls: int
+    """Policy calls that were delivered."""
+    gradeable: bool
+    active_s: float
+    held_s: float
+    wall_s: float
+    detail: str = ""
+    """One line for people: why it ended."""
+
+
+class GradeInput(Contract):
+    episode: str
+    task_set: str
+    task: int
+
+
+class Verdict(Contract):
+    reward: float = Field(ge=0, le=1)
+    seconds: float
+
+
+class EpisodeResult(Contract):
+    episode: str
+    outcome: Outcome
+    reward: float | None
+    """None: excluded."""
+    exit: EpisodeExit
+    detail: str = ""
+
+
+class ProcessInput(Contract):
+    run: str
+    step: int
+    group: int
+    task: str
+    train: bool
+    version: int
+    episodes: list[EpisodeResult]
+    trajectory: TrajectoryConfig
+
+
+class MicroStepRef(Contract):
+    ref: str
+    tokens: int
+    targets: int
+
+
+class GroupResult(Contract):
+    group: int
+    task: str
+    valid: int
+    """Episodes with a reward."""
+    passed: int
+    """Episodes with reward 1."""
+    reward_sum: float
+    outcomes: dict[str, int]
+    reason: str = ""
+    """Why the group gives no gradient; empty when it does."""
+    micro_steps: list[MicroStepRef] = []
+    sampled_tokens: int = 0
+    trained_tokens: int = 0
+    oldest_version: int = -1
+    active_s: float = 0.0
+    held_s: float = 0.0
+    moved_calls: int = 0
+    """Calls that more than one cell served."""
+    stats_ref: str = ""
+    """Blob with the group's full statistics and its episodes' seals."""
+
+
+class StepResult(Contract):
+    run: str
+    step: int
+    version: int
+    """Weight version after the step."""
+    train: bool
+    candidate_ref: str
+    episodes: int
+    valid: int
+    passed: int
+    mean_reward: float
+    outcomes: dict[str, int]
+    groups_without_gradient: dict[str, int] = {}
+    micro_steps: int = 0
+    sampled_tokens: int = 0
+    trained_tokens: int = 0
+    staleness: int = 0
+    grad_norm: float = 0.0
+    moved_calls: int = 0
+    held_s: float = 0.0
+    episodes_running_at_first_switch: int = 0
+    """Episodes unfinished when the first cell began to train: elasticity at work."""
+    core: str = ""
+    satellites: list[str] = []
+    seconds: float = 0.0
+    train_stats: dict[str, float] = {}
+    """Mismatch gauges of the step: log-ratio between serving and training, and so on."""
+
+    @property
+    def pass_rate(self) -> float:
+        return self.passed / self.valid if self.valid else 0.0
+
+
+# --- cells and the scheduler --------------------------------------------------------------------------------------
+
+Role = Literal["idle", "rollout", "train"]
+
+
+class RunContext(Contract):
+    """What a cell needs to know of the run that it works for."""
+
+    run: str
+    policy: str
+    optimizer: OptimizerConfig
+    loss: LossConfig
+
+
+class Desired(Contract):
+    """The state that the scheduler wants a cell in. A larger epoch replaces a smaller one."""
+
+    epoch: int
+    role: Role
+    step: int = -1
+    """Step to train (role `train`)."""
+    version: int = 0
+    candidate_ref: str = ""
+    core: bool = False
+    context: RunContext | None = None
+    reason: str = ""
+    fence: str = ""
+    """Replica incarnation that was declared lost: if it lives, it must forget its gradient sums."""
+
+
+class CellStatus(Contract):
+    cell: str
+    role: Role
+    step: int
+    version: int
+    epoch: int
+    engine: str
+    """Incarnation of the rollout engine."""
+    replica: str
+    """Incarnation of the training replica."""
+    error: str = ""
+    last_switch_s: float = 0.0
+
+
+class TrainerReady(Contract):
+    """Cell -> Step: the replica holds the step's version and can be given micro-steps."""
+
+    cell: str
+    incarnation: str
+    epoch: int
+    core: bool
+    unfinished: int
+    """Episodes of the step that were unfinished at that moment."""
+
+
+class StepOpened(Contract):
+    """Step -> Scheduler."""
+
+    run: str
+    step: int
+    version: int
+    train: bool
+    episodes: int
+    candidate_ref: str
+    context: RunContext
+    scheduler: SchedulerConfig
+
+
+class LeaseRequest(Contract):
+    """Run -> Scheduler: give me the pool's cells, serving this version."""
+
+    run: str
+    version: int
+    candidate_ref: str
+    context: RunContext
+    scheduler: SchedulerConfig
+
+
+class StepProgress(Contract):
+    """Step -> Scheduler, when the training work that waits has changed."""
+
+    run: str
+    step: int
+    ready: int
+    """Micro-steps that wait or are being trained."""
+    ready_tokens: int
+    tokens_per_s: float
+    """Training throughput of one cell, measured in this step; 0 while unknown."""
+
+
+class StepClosed(Contract):
+    """Step -> Scheduler: the step is over; ``version`` with ``candidate_ref`` is what to serve from now on."""
+
+    run: str
+    step: int
+    version: int
+    candidate_ref: str
+
+
+class StepFinished(Contract):
+    """Step -> Run."""
+
+    step: int
+    result: StepResult | None
+    error: str = ""
+
+
+# --- training -----------------------------------------------------------------------------------------------------
+
+
+class TrainInput(Contract):
+    cell: str
+    incarnation: str
+    run: str
+    step: int
+    version: int
+    micro_steps: list[str]
+
+
+class TrainResult(Contract):
+    seconds: float
+    stats: dict[str, float]
+
+
+class GradientsInput(Contract):
+    cell: str
+    incarnation: str
+    run: str
+    step: int
+
+
+class GradientSum(Contract):
+    """A satellite's offer: its gradient sum over ``micro_steps`` lies behind ``manifest_ref``."""
+
+    cell: str
+    incarnation: str
+    micro_steps: list[str]
+    manifest_ref: str
+
+
+class FinishInput(Contract):
+    cell: str
+    incarnation: str
+    run: str
+    step: int
+    version: int
+    normaliser: int
+    """N: valid episodes of the step, zero-variance groups included."""
+    micro_steps: list[str]
+    satellites: list[GradientSum]
+    record_gradient: bool
+
+
+class Candidate(Contract):
+    ref: str
+    version: int
+    grad_norm: float
+    checksum: str
+
+
+class CommitInput(Contract):
+    run: str
+    step: int
+    version: int
+    candidate_ref: str
+    result: StepResult
+
+
+class DrainInput(Contract):
+    cell: str
+    epoch: int
+    deadline_s: float = 30.0
+
+
+class DrainResult(Contract):
+    seconds: float
+    acknowledged: int
+    """Proxies that said they have no request left on the cell."""
+    expired: int
+    """Proxies whose lease ran out instead."""
+
+
+class CellOrder(Contract):
+    """An order to a cell's worker: bring engine or replica into ``desired``."""
+
+    cell: str
+    desired: Desired
+
+
+class CellReport(Contract):
+    engine: str
+    replica: str
+    checksum: str = ""
+    source: str = ""
+    """How the weights came: `resident`, `transfer` or `blob`."""
+    seconds: float = 0.0
+    unfinished: int = 0
+    """Episodes of the step to train that are unfinished."""
+
+
+class WatchCellInput(Contract):
+    cell: str
+    engine: str
+    replica: str
+
+
+# --- what people send ---------------------------------------------------------------------------------------------
+
+
+class SubmitStep(Contract):
+    request_id: str
+    train: bool = False
+    tasks: int = Field(default=200, ge=1)
+    """How many tasks: held-out ones for an evaluation, training ones otherwise."""
+
+
+class PauseRequest(Contract):
+    request_id: str
+    hold: bool = False
+    """Also hold the calls of running episodes, within the harness's patience; otherwise those run to their end."""
+
+
+class ResizeRequest(Contract):
+    request_id: str
+    cells: list[str]
+
+
+class RunStatus(Contract):
+    run: str
+    phase: str
+    paused: bool
+    trained_version: int
+    steps_opened: int
+    open_steps: list[int]
+    results: list[StepResult] = []
+    waiting_for: str = ""

@@ -1,0 +1,108 @@
+"""Who has trained which micro-step: the arbitration of one step's gradient, without Temporal.
+
+Invariant: at any time each micro-step is exactly one of waiting, claimed by one incarnation, or in the sum of one
+incarnation. An incarnation that is declared lost takes its sum with it: all its micro-steps wait again, and it is
+fenced for good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from workflows.contracts import MicroStepRef, TrainerReady
+
+
+@dataclass
+class Trainer:
+    ready: TrainerReady
+    claimed: list[str] = field(default_factory=list)
+    summed: list[str] = field(default_factory=list)
+
+    @property
+    def idle(self) -> bool:
+        return not self.claimed
+
+
+@dataclass
+class GradientLedger:
+    micro_steps: dict[str, MicroStepRef] = field(default_factory=dict)
+    waiting: list[str] = field(default_factory=list)
+    trainers: dict[str, Trainer] = field(default_factory=dict)
+    """Incarnation -> its work."""
+    fenced: set[str] = field(default_factory=set)
+
+    def add(self, micro_steps: Iterable[MicroStepRef]) -> None:
+        for micro_step in micro_steps:
+            if micro_step.ref not in self.micro_steps:
+                self.micro_steps[micro_step.ref] = micro_step
+                self.waiting.append(micro_step.ref)
+
+    def join(self, ready: TrainerReady) -> bool:
+        """Take a trainer in. False when its incarnation has been declared lost."""
+        if ready.incarnation in self.fenced:
+            return False
+        for other in [t for t in self.trainers.values() if t.ready.cell == ready.cell]:
+            if other.ready.incarnation != ready.incarnation:
+                self.lose(other.ready.incarnation)
+        known = self.trainers.get(ready.incarnation)
+        if known is None:
+            self.trainers[ready.incarnation] = Trainer(ready)
+        else:
+            known.ready = ready
+        return True
+
+    def claim(self, incarnation: str, tokens: int) -> list[str]:
+        """Give waiting micro-steps to an idle trainer: at least one, at most about ``tokens`` tokens."""
+        trainer = self.trainers[incarnation]
+        if not trainer.idle:
+            raise ValueError(f"{incarnation} has a claim already")
+        taken = 0
+        while self.waiting and (not trainer.claimed or taken + self._tokens(self.waiting[0]) <= tokens):
+            ref = self.waiting.pop(0)
+            taken += self._tokens(ref)
+            trainer.claimed.append(ref)
+        return list(trainer.claimed)
+
+    def done(self, incarnation: str) -> None:
+        """The trainer's claim is in its sum."""
+        trainer = self.trainers.get(incarnation)
+        if trainer is not None:
+            trainer.summed += trainer.claimed
+            trainer.claimed = []
+
+    def lose(self, incarnation: str) -> list[str]:
+        """Declare an incarnation lost; returns the micro-steps that wait again because of it."""
+        self.fenced.add(incarnation)
+        trainer = self.trainers.pop(incarnation, None)
+        if trainer is None:
+            return []
+        again = trainer.summed + trainer.claimed
+        self.waiting += again
+        return again
+
+    @property
+    def core(self) -> Trainer | None:
+        """The core: the trainer that the scheduler named so, else the one that joined first."""
+        trainers = list(self.trainers.values())
+        return next((t for t in trainers if t.ready.core), trainers[0] if trainers else None)
+
+    @property
+    def idle(self) -> list[Trainer]:
+        return [trainer for trainer in self.trainers.values() if trainer.idle]
+
+    @property
+    def complete(self) -> bool:
+        """Every micro-step is in some living trainer's sum."""
+        return not self.waiting and all(trainer.idle for trainer in self.trainers.values())
+
+    @property
+    def open_refs(self) -> list[str]:
+        """Micro-steps that wait or are being trained."""
+        return self.waiting + [ref for trainer in self.trainers.values() for ref in trainer.claimed]
+
+    def tokens(self, refs: Iterable[str]) -> int:
+        return sum(self._tokens(ref) for ref in refs)
+
+    def _tokens(self, ref: str) -> int:
+        return self.micro_steps[ref].tokens
