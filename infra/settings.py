@@ -36,6 +36,9 @@ class Settings(BaseSettings):
     blob_url: str = ""
     """fsspec URL of the blob store; empty is ``home/blobs``."""
 
+    policy: Path = Path(".cache/policy/default")
+    """Hugging Face folder of the policy that the stack's engines, replicas and proxy are started for."""
+
     cells: int = Field(default=2, ge=1, le=64)
     """How many cells the local stack starts."""
 
@@ -44,6 +47,12 @@ class Settings(BaseSettings):
 
     cell_capacity: int = Field(default=24, ge=1)
     """Episodes that one serving cell holds at once; the watermark policy counts with it."""
+
+    kv_tokens: int = Field(default=65536, ge=1024)
+    """Tokens that the KV pool of one engine holds."""
+
+    context_length: int = Field(default=8192, ge=64)
+    """Tokens of the longest request that an engine takes."""
 
     harness_slots: int = Field(default=48, ge=1)
     """Episodes that the harness worker of this machine runs at once."""
@@ -71,6 +80,15 @@ class Settings(BaseSettings):
     @property
     def redis(self) -> str:
         return self.redis_url or f"redis://{self.host}:{self.port_base + 10}/0"
+
+    @property
+    def episodes(self) -> Path:
+        """Workspaces, logs and exits of the episodes that run on this machine."""
+        return self.root / "episodes"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
 
     @property
     def proxy_port(self) -> int:

@@ -106,22 +106,36 @@ def _continued_calls(records: Sequence[CallRecord]) -> list[int]:
 def _windows(records: Sequence[CallRecord], continues: Sequence[int]) -> list[int]:
     """For each call, its context window.
 
-    A window opens with a call that keeps nothing or that comes from another agent's call. After a summary, a
-    call that goes back behind the end of the summarised line opens one too: harnesses keep the system prompt, and
-    some the first turns, across a compaction.
+    A window opens with a call that keeps nothing or that comes from another agent's call. Harnesses keep the system
+    prompt, and some the first turns, across a compaction, so two more calls of the line open one: the next after a
+    summary, if it goes back behind the end of the summarised line; and one that keeps neither a turn nor the whole
+    first prompt of a window in which some turn was continued. (Before any was, it replaces a first turn that the
+    harness dropped; with the whole first prompt kept, it is a restart.)
     """
     windows: list[int] = []
-    opened = 0
+    first_prompt: list[int] = []
+    grown: list[bool] = []
     line_end: dict[str, int] = {}
     summarised: dict[str, int] = {}
+    continued = set(continues)
     for record in records:
         inherits = record.parent >= 0 and record.kept > 0 and records[record.parent].agent == record.agent
         if record.summary and not record.side and record.agent in line_end:
             summarised[record.agent] = line_end[record.agent]
         if not _branch(record):
             end = summarised.pop(record.agent, -1)
-            inherits = inherits and continues[record.seq] >= end
             line_end[record.agent] = record.seq
-        windows.append(windows[record.parent] if inherits else opened)
-        opened += not inherits
+            kept_call = continues[record.seq]
+            if inherits and kept_call < 0:
+                window = windows[record.parent]
+                inherits = not (grown[window] and record.kept < first_prompt[window])
+            inherits = inherits and kept_call >= end
+        if inherits:
+            window = windows[record.parent]
+        else:
+            window = len(grown)
+            first_prompt.append(record.kept + len(record.prompt_bytes) // 4)
+            grown.append(False)
+        grown[window] |= record.seq in continued
+        windows.append(window)
     return windows

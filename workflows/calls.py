@@ -61,6 +61,12 @@ async def _call(
     return answer
 
 
+def abandon(watch: workflow.ActivityHandle[Any]) -> None:
+    """Cancel a watching activity whose answer nobody waits for any more."""
+    watch.add_done_callback(lambda done: None if done.cancelled() else done.exception())
+    watch.cancel()
+
+
 async def inspect_run(config: RunConfig) -> RunFacts:
     return await _call(
         "inspect_run",

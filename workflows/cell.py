@@ -145,7 +145,7 @@ class Cell:
         watch = calls.watch_cell(WatchCellInput(cell=state.cell, engine=state.engine, replica=state.replica))
         await workflow.wait_condition(lambda: not state.holds or watch.done())
         if not watch.done():
-            watch.cancel()
+            calls.abandon(watch)
             return
         try:
             report = await watch

@@ -62,8 +62,7 @@ class BudgetConfig(Contract):
 class OptimizerConfig(Contract):
     kind: Literal["adamw", "sgd"] = "adamw"
     lr: float = Field(default=1e-6, gt=0)
-    beta1: float = 0.9
-    beta2: float = 0.95
+    betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.0
     clip_grad: float = 1.0
@@ -85,6 +84,8 @@ class LossConfig(Contract):
     epsilon_high: float = 4e-4
     truncation: float = 2.0
     """Upper bound C of the detached correction between behaviour and training policy."""
+    mismatch_p99: float | None = None
+    """Measured p99 of |log s| on unstale data, which ``old = "behaviour"`` needs."""
 
 
 class EvaluationConfig(Contract):
@@ -110,6 +111,9 @@ class RunConfig(Contract):
     """Hugging Face folder (config.json, model.safetensors, tokenizer.json) that the run starts from."""
     tasks: TaskSets
     harness: str = "mini"
+    """Name of the harness that runs every episode (`gyre doctor` lists them)."""
+    restarts: int = Field(default=1, ge=0)
+    """How often an episode whose supervisor died is started from zero before it counts as `infra_failed`."""
     steps: int = Field(ge=0)
     """Updates after which the run ends (0: it only takes steps from `gyre submit step`)."""
     tasks_per_step: int = Field(ge=1, le=512)
@@ -181,7 +185,7 @@ class EpisodeInput(Contract):
     task_set: str
     task: int
     harness: str
-    policy: str
+    restarts: int
     min_version: int
     max_version: int
     sampling: SamplingConfig
@@ -198,6 +202,10 @@ class EpisodeExit(Contract):
     active_s: float
     held_s: float
     wall_s: float
+    records: str = ""
+    """Name under which the episode's call records lie: of the generation that ended it."""
+    workspace_ref: str = ""
+    """Blob with the preserved workspace (tar)."""
     detail: str = ""
     """One line for people: why it ended."""
 
@@ -206,6 +214,7 @@ class GradeInput(Contract):
     episode: str
     task_set: str
     task: int
+    workspace_ref: str
 
 
 class Verdict(Contract):

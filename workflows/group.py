@@ -87,7 +87,7 @@ class Group:
             task_set=self._task_set(),
             task=group.task,
             harness=group.config.harness,
-            policy=group.config.policy,
+            restarts=group.config.restarts,
             min_version=group.oldest_version,
             max_version=group.version,
             sampling=group.config.sampling,
@@ -102,7 +102,9 @@ class Group:
         if not ended.gradeable:
             return EpisodeResult(episode=name, outcome=ended.outcome, reward=None, exit=ended, detail=ended.detail)
         try:
-            verdict = await calls.grade_episode(GradeInput(episode=name, task_set=self._task_set(), task=group.task))
+            verdict = await calls.grade_episode(
+                GradeInput(episode=name, task_set=self._task_set(), task=group.task, workspace_ref=ended.workspace_ref)
+            )
         except ActivityError as error:
             if isinstance(error.cause, CancelledError):
                 return without_reward(name, Outcome.CANCELLED, "cancelled while it was graded")

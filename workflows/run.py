@@ -8,6 +8,7 @@ signal, and a step that ended silently is found by describing it.
 
 from __future__ import annotations
 
+import asyncio
 import random
 from datetime import timedelta
 
@@ -92,9 +93,10 @@ class Run:
         try:
             await self._begin()
             await self._loop()
-        except BaseException as error:
+        except (asyncio.CancelledError, Exception) as error:  # not continue-as-new: the run then keeps its cells
             if is_cancelled_exception(error):
-                await self._release()
+                await self._cancel_steps()
+            await self._release()
             raise
         await self._release()
         workflow.upsert_search_attributes([GYRE_PHASE.value_set("done")])
@@ -317,6 +319,13 @@ class Run:
             handle = workflow.get_external_workflow_handle(names.step_id(self.state.config.name, step))
             try:
                 await handle.signal("set_paused", self.state.paused)
+            except ApplicationError as error:
+                workflow.logger.info("step %s is over: %s", step, error)
+
+    async def _cancel_steps(self) -> None:
+        for step in sorted(self.state.open_steps):
+            try:
+                await workflow.get_external_workflow_handle(names.step_id(self.state.config.name, step)).cancel()
             except ApplicationError as error:
                 workflow.logger.info("step %s is over: %s", step, error)
 

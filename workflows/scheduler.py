@@ -75,7 +75,7 @@ class Scheduler:
         watch = calls.watch_demand(self._view())
         await workflow.wait_condition(lambda: self.changed or watch.done())
         if not watch.done():
-            watch.cancel()
+            calls.abandon(watch)
             return
         try:
             decision = await watch

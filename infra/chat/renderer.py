@@ -12,6 +12,7 @@ opening and body. The renderer knows neither the ledger nor HTTP.
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,7 +106,7 @@ class ChatMLRenderer:
             if previous is None or previous.role != "tool":
                 ids += [self.im_start, *self.text("user")]
             ids += [*self._newline, self.response_open, *self.text("\n")]
-            return ids + [*self.text(message.content), *self._newline, self.response_close]
+            return [*ids, *self.text(message.content), *self._newline, self.response_close]
         if message.role == "assistant":
             return ids + self._assistant + self._assistant_body(message)
         return [*ids, self.im_start, *self.text(message.role + "\n"), *self.text(message.content)]
@@ -127,26 +128,33 @@ class ChatMLRenderer:
         text: list[int] = []
         calls: list[ParsedCall] = []
         malformed = 0
-        while ids:
-            if ids[0] != self.call_open:
-                text.append(ids.pop(0))
-                continue
-            end = ids.index(self.call_close) if self.call_close in ids else -1
-            call = _parse_call(self._decode(ids[1:end])) if end > 0 else None
-            if call is None:
+        closes = [place for place, token in enumerate(ids) if token == self.call_close]
+        position = 0
+        while position < len(ids):
+            if ids[position] == self.call_open:
+                later = bisect_right(closes, position)
+                end = closes[later] if later < len(closes) else -1
+                call = self._call(ids[position + 1 : end]) if end > 0 else None
+                if call is not None:
+                    calls.append(call)
+                    position = end + 1
+                    continue
                 malformed += 1
-                text.append(ids.pop(0))
-                continue
-            calls.append(call)
-            ids = ids[end + 1 :]
+            text.append(ids[position])
+            position += 1
         return ParsedTurn(self._decode(text).strip("\n"), reasoning, tuple(calls), malformed)
+
+    def _call(self, ids: list[int]) -> ParsedCall | None:
+        """The call in a span. A look at its start spares decoding what a degenerate policy repeats."""
+        start = self._decode(ids[:8]).lstrip()
+        return _parse_call(self._decode(ids)) if not start or start.startswith("{") else None
 
     def _closing(self, previous: Message | None, following: Message | None, *, closed: bool) -> list[int]:
         if previous is None:
             return []
         if previous.role == "tool" and following is not None and following.role == "tool":
             return []  # consecutive tool results share one user turn
-        return self._newline if closed else [self.im_end, *self._newline]
+        return [*self._newline] if closed else [self.im_end, *self._newline]
 
     def _assistant_body(self, message: Message) -> list[int]:
         ids: list[int] = []
@@ -165,7 +173,7 @@ class ChatMLRenderer:
     def _qwen_tools(self, tools: Sequence[Tool], *, first: bool) -> list[int]:
         ids = self.text(("" if first else "\n\n") + QWEN_TOOLS_HEAD)
         for tool in tools:
-            ids += self.text("\n" + json.dumps({"type": "function", "function": tool.model_dump()}))
+            ids += self.text("\n" + json.dumps({"type": "function", "function": tool.model_dump()}, ensure_ascii=False))
         ids += self.text(QWEN_TOOLS_TAIL)
         ids += [self.call_open, self.call_close, *self.text(" XML tags:\n"), self.call_open]
         ids += self.text('\n{"name": <function-name>, "arguments": <args-json-object>}\n')
@@ -183,12 +191,27 @@ class ChatMLRenderer:
 
 def _parse_call(text: str) -> ParsedCall | None:
     try:
-        value = json.loads(text)
-    except ValueError:
+        value = json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError):  # a policy may sample any nesting
         return None
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     arguments = value.get("arguments", {})
-    if not isinstance(arguments, dict):
+    if not isinstance(arguments, dict) or not value["name"].isprintable():
         return None
-    return ParsedCall(value["name"], json.dumps(arguments, ensure_ascii=False))
+    written = json.dumps(arguments, ensure_ascii=False)
+    if not _encodable(written):  # lone surrogates: only their escapes can be sent
+        written = json.dumps(arguments)
+    return ParsedCall(value["name"], written)
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -39,6 +39,8 @@ def install() -> bool:
     if "megatron.core" in sys.modules:
         raise RuntimeError("infra.megatron.cpu_shim.install() must run before megatron.core is imported")
     cpu = torch.device("cpu")
+    with cpu:  # torch looks its factories up once, at the first use of a device context: let it find its own
+        torch.empty(0)
     torch.cuda.current_device = lambda: cpu
     for name in FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name), cpu))

@@ -9,6 +9,7 @@ know nothing of weights' names or of what is trained.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -37,17 +38,14 @@ class TorchCoreAttention(MegatronModule):
     def __init__(
         self,
         config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: Any,
-        attention_type: str,
-        attention_dropout: float | None = None,
+        *,
         softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        **_: Any,
     ) -> None:
         super().__init__(config=config)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
-        self.cp_group = getattr(groups, "cp", None)
+        self.cp_group: Any = getattr(groups, "cp", None)
         self.scale = softmax_scale
 
     def forward(
@@ -55,10 +53,10 @@ class TorchCoreAttention(MegatronModule):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None,
-        attn_mask_type: Any = None,
-        attention_bias: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *,
         packed_seq_params: PackedSeqParams | None = None,
+        **_: Any,
     ) -> Tensor:
         """[t, heads, d] query and [t, groups, d] key, value (t: this rank's tokens of all sequences) -> [t, heads * d].
 
@@ -69,7 +67,7 @@ class TorchCoreAttention(MegatronModule):
             raise ValueError("TorchCoreAttention takes packed sequences (qkv_format 'thd') only")
         ends = packed_seq_params.cu_seqlens_q_padded
         ends = (packed_seq_params.cu_seqlens_q if ends is None else ends).tolist()
-        lengths = [(end - start) // self._cp for start, end in zip(ends, ends[1:], strict=False)]
+        lengths = [(end - start) // self._cp for start, end in pairwise(ends)]
         parts = zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
         return torch.cat([self._one_sequence(*part) for part in parts])
 
@@ -124,9 +122,7 @@ def zigzag_positions(length: int, cp: int, rank: int) -> Tensor:
     """
     chunk = length // (2 * cp)
     last = 2 * cp - 1 - rank
-    return torch.cat(
-        [torch.arange(rank * chunk, (rank + 1) * chunk), torch.arange(last * chunk, (last + 1) * chunk)]
-    )
+    return torch.cat([torch.arange(rank * chunk, (rank + 1) * chunk), torch.arange(last * chunk, (last + 1) * chunk)])
 
 
 def with_torch_pieces(spec: ModuleSpec, layers: int) -> TransformerBlockSubmodules:

@@ -8,6 +8,7 @@ here (``infra.megatron.weights``), nothing is trained here (``infra.megatron.rep
 from __future__ import annotations
 
 import os
+from itertools import pairwise
 from typing import Final
 
 import torch
@@ -118,7 +119,7 @@ def target_logprobs(model: GPTModel, ids: Tensor, cu_seqlens: Tensor, target: Te
     ValueError when a sequence begins with a target, or is empty.
     """
     ends = cu_seqlens.tolist()
-    lengths = [end - start for start, end in zip(ends, ends[1:], strict=False)]
+    lengths = [end - start for start, end in pairwise(ends)]
     if not lengths or min(lengths) < 1 or ends[0] != 0 or ends[-1] != ids.numel():
         raise ValueError(f"cu_seqlens does not cut {ids.numel()} tokens into non-empty sequences: {ends[:8]}…")
     if bool(target[cu_seqlens[:-1].long()].any()):
@@ -151,9 +152,7 @@ def _hidden_states(model: GPTModel, ids: Tensor, cu_seqlens: Tensor, longest: in
     )
     embedded = model.embedding(input_ids=ids.long()[None], position_ids=None)
     rope = model.rotary_pos_emb(longest, packed_seq=True)
-    out = model.decoder(
-        hidden_states=embedded, attention_mask=None, rotary_pos_emb=rope, packed_seq_params=packed
-    )
+    out = model.decoder(hidden_states=embedded, attention_mask=None, rotary_pos_emb=rope, packed_seq_params=packed)
     return out[:, 0]
 
 

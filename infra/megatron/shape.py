@@ -41,7 +41,9 @@ def read_shape(policy_dir: Path) -> PolicyShape:
     """The shape of the policy in a Hugging Face folder. Raises UnsupportedPolicy, naming what is not supported."""
     config: dict[str, Any] = json.loads((policy_dir / "config.json").read_text())
     rope = config.get("rope_parameters") or {}
-    scaling = rope.get("rope_type", "default") if rope else (config.get("rope_scaling") or {}).get("rope_type", "default")
+    scaling = (
+        rope.get("rope_type", "default") if rope else (config.get("rope_scaling") or {}).get("rope_type", "default")
+    )
     refusals = {
         f"model_type {config.get('model_type')!r} (only 'qwen3')": config.get("model_type") != "qwen3",
         f"hidden_act {config.get('hidden_act')!r} (only 'silu')": config.get("hidden_act", "silu") != "silu",

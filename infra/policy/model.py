@@ -11,31 +11,13 @@ It knows nothing of tokens or tasks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-
-@dataclass(frozen=True)
-class PolicyShape:
-    """Every query head has its own key and value head."""
-
-    hidden: int = 128
-    layers: int = 2
-    heads: int = 4
-    intermediate: int = 256
-    positions: int = 8192
-    rope_theta: float = 1e4
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden // self.heads
+from infra.policy.recipe import PolicyShape
 
 
-def make_model(
-    shape: PolicyShape, *, vocabulary: int, end_of_turn: int, padding: int, seed: int
-) -> Qwen3ForCausalLM:
+def make_model(shape: PolicyShape, *, vocabulary: int, end_of_turn: int, padding: int, seed: int) -> Qwen3ForCausalLM:
     """A freshly initialised fp32 policy. Draws from a generator of its own: torch's global one isn't touched."""
     config = Qwen3Config(
         vocab_size=vocabulary,
@@ -57,11 +39,11 @@ def make_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
-        _make_copy_friendly(model, shape)
+        with torch.no_grad():
+            _make_copy_friendly(model, shape)
     return model
 
 
-@torch.no_grad()
 def _make_copy_friendly(model: Qwen3ForCausalLM, shape: PolicyShape) -> None:
     model.model.embed_tokens.weight.normal_(0.0, shape.hidden**-0.5)
     for layer in model.model.layers:

@@ -18,47 +18,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 
-import torch
-
-import infra.chat.renderer
-import infra.policy.model
-import infra.policy.tokenizer
-import infra.policy.warm_start
-import infra.tasks.quickstart
-import infra.tasks.quickstart_demo
 from infra.chat.renderer import IM_END, ChatMLRenderer
-from infra.policy.model import PolicyShape, make_model
-from infra.policy.tokenizer import END_OF_TEXT, SPECIAL_TOKENS, train_tokenizer
-from infra.policy.warm_start import WarmStartRecipe, warm_start
+from infra.policy.recipe import PolicyRecipe
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
-
-RECIPE_CODE = (
-    infra.chat.renderer,
-    infra.policy.model,
-    infra.policy.tokenizer,
-    infra.policy.warm_start,
-    infra.tasks.quickstart,
-    infra.tasks.quickstart_demo,
-)
-
-
-@dataclass(frozen=True)
-class PolicyRecipe:
-    version: int = 1
-    shape: PolicyShape = field(default_factory=PolicyShape)
-    warm_start: WarmStartRecipe = field(default_factory=WarmStartRecipe)
-
-    def digest(self) -> str:
-        """Hex digest of the parameters and of the source that carries them out."""
-        digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode())
-        for module in RECIPE_CODE:
-            digest.update(Path(str(module.__file__)).read_bytes())
-        return digest.hexdigest()
 
 
 def prepare_policy(
@@ -105,6 +72,12 @@ def is_complete(folder: Path, digest: str) -> bool:
 
 
 def _make(folder: Path, recipe: PolicyRecipe, seed: int, progress: Callable[[str], None]) -> None:
+    import torch  # here, so that a cached policy is found without it
+
+    from infra.policy.model import make_model
+    from infra.policy.tokenizer import END_OF_TEXT, SPECIAL_TOKENS, train_tokenizer
+    from infra.policy.warm_start import warm_start
+
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # reductions depend on the number of threads, and two make this model slower
     started = time.process_time()
@@ -117,7 +90,7 @@ def _make(folder: Path, recipe: PolicyRecipe, seed: int, progress: Callable[[str
             recipe.shape,
             vocabulary=renderer.vocab_size,
             end_of_turn=renderer.im_end,
-            padding=int(tokenizer.token_to_id(END_OF_TEXT)),
+            padding=SPECIAL_TOKENS.index(END_OF_TEXT),
             seed=seed,
         )
         progress(f"model: {sum(p.numel() for p in model.parameters()):,} parameters")
@@ -129,12 +102,15 @@ def _make(folder: Path, recipe: PolicyRecipe, seed: int, progress: Callable[[str
         warm_start(model, renderer, recipe.warm_start, seed=seed, progress=report)
         model.generation_config.do_sample = True
         model.save_pretrained(folder)
+        (folder / "model.safetensors").chmod(0o644)
         _write_tokenizer_config(folder, recipe.shape.positions)
     finally:
         torch.set_num_threads(threads)
 
 
 def _write_tokenizer_config(folder: Path, positions: int) -> None:
+    from infra.policy.tokenizer import END_OF_TEXT, SPECIAL_TOKENS
+
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": IM_END,

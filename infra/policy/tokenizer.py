@@ -11,7 +11,7 @@ It knows nothing of models or training.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -73,7 +73,8 @@ def train_tokenizer(*, transcripts: int = TRANSCRIPTS, vocabulary: int = VOCABUL
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
+    bpe_trainer: Callable[..., trainers.Trainer] = trainers.BpeTrainer  # untyped in the library
+    trainer = bpe_trainer(
         vocab_size=vocabulary,
         special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),

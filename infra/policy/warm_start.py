@@ -21,28 +21,9 @@ from transformers import Qwen3ForCausalLM
 
 from infra.chat.messages import Message
 from infra.chat.renderer import ChatMLRenderer
-from infra.tasks.quickstart import DEFAULT_FAMILIES, Family, make_task
+from infra.policy.recipe import WarmStartRecipe
+from infra.tasks.quickstart import make_task
 from infra.tasks.quickstart_demo import TOOLS, demonstrate
-
-
-@dataclass(frozen=True)
-class WarmStartRecipe:
-    steps: int = 1000
-    """Optimizer steps."""
-
-    tokens_per_step: int = 2048
-    """Padded tokens of one batch, at most."""
-
-    clean_share: float = 0.6
-    """Share of the steps on demonstrations with ``clean_mistakes``; the rest has ``mistakes``."""
-
-    clean_mistakes: float = 0.05
-    mistakes: float = 0.5
-    """Probability of a mistake per turn."""
-
-    learning_rate: float = 3e-3
-    weight_decay: float = 0.05
-    families: tuple[Family, ...] = (*DEFAULT_FAMILIES, "fix")
 
 
 @dataclass(frozen=True)
@@ -57,17 +38,17 @@ def encode(renderer: ChatMLRenderer, messages: Sequence[Message]) -> EncodedDemo
     """Encode a conversation that ends with an assistant turn, as the proxy would have recorded it."""
     ids = renderer.root(None, TOOLS)
     sampled = [False] * len(ids)
-    previous, closed = Message(role="system"), False
+    previous = Message(role="system")
     for message in messages:
-        if message.role == "assistant":
-            context = renderer.generation_prompt(previous, closed=closed)
-            block = renderer.message(previous, message, closed=closed)
-            own = [*block[len(context) :], renderer.im_end]
-        else:
-            context, own = renderer.message(previous, message, closed=closed), []
-        ids += [*context, *own]
-        sampled += [False] * len(context) + [True] * len(own)
-        previous, closed = message, message.role == "assistant"
+        block = renderer.message(previous, message)
+        opening = len(renderer.generation_prompt(previous)) if message.role == "assistant" else len(block)
+        ids += block
+        sampled += [False] * opening + [True] * (len(block) - opening)
+        if previous.role == "assistant":  # the policy ends its turns itself: the block's first token is its last
+            sampled[-len(block)] = True
+        previous = message
+    ids.append(renderer.im_end)
+    sampled.append(True)
     return EncodedDemo(tuple(ids), tuple(sampled))
 
 

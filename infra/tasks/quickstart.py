@@ -19,6 +19,7 @@ import random
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -27,11 +28,11 @@ Family = Literal["create", "search", "chain", "build", "fix"]
 FAMILIES: tuple[Family, ...] = get_args(Family)
 DEFAULT_FAMILIES: tuple[Family, ...] = ("create", "search", "chain", "build")
 
-WORDS: tuple[str, ...] = tuple(
-    """red fox blue oak sun moon star tree lake hill wind rain snow fire rock sand leaf root seed bird
+_WORDS = """red fox blue oak sun moon star tree lake hill wind rain snow fire rock sand leaf root seed bird
     fish frog bear wolf deer hawk crow dove swan duck goat lamb horse mule gold zinc lead salt milk corn
-    boat drum lamp coin rope vase glue silk wool jade ruby plum pear kiwi mint sage fern moss pine elm""".split()
-)
+    boat drum lamp coin rope vase glue silk wool jade ruby plum pear kiwi mint sage fern moss pine elm"""
+
+WORDS: tuple[str, ...] = tuple(_WORDS.split())
 """No word is part of another, so ``grep WORD`` finds only itself."""
 
 ANSWER = "answer.txt"
@@ -75,10 +76,15 @@ class QuickTask:
 
     @property
     def held_out(self) -> bool:
-        """On which side of the split this instance is; pauses don't count, they aren't part of the problem."""
-        files = {name: text for name, text in self.files.items() if name != LEFT}
-        said = repr((self.family, self.instruction, sorted(files.items()), self.goal))
+        """On which side of the split this instance is: decided by what is asked and what solves it."""
+        said = repr((self.instruction, self.goal.said()))
         return hashlib.sha256(said.encode()).digest()[0] % HELD_OUT_SHARE == 0
+
+    @property
+    def identity(self) -> str:
+        """Equal for instances that differ in the pauses of a build only, which are no part of the problem."""
+        files = sorted((name, text) for name, text in self.files.items() if name != LEFT)
+        return repr((self.instruction, self.goal.said(), files))
 
 
 @dataclass(frozen=True)
@@ -92,6 +98,10 @@ class Goal:
     text: str = ""
     kept: Mapping[str, str] = field(default_factory=dict)
     prints: Mapping[str, str] = field(default_factory=dict)
+
+    def said(self) -> tuple[object, ...]:
+        """The same for equal goals, whatever the order in which they were put together."""
+        return self.file, self.text, sorted(self.kept.items()), sorted(self.prints.items())
 
 
 class TasksExhausted(ValueError):
@@ -115,12 +125,11 @@ def make_tasks(*, seed: int, count: int, families: Sequence[Family], held_out: b
         family = families[index % len(families)]
         for _ in range(1000):
             task = make_task(rng, family)
-            said = repr((task.instruction, task.goal))
-            if task.held_out == held_out and said not in seen:
+            if task.held_out == held_out and task.identity not in seen:
                 break
         else:
             raise TasksExhausted(f"{family}: fewer than {index + 1} distinct instances among {count} tasks")
-        seen.add(said)
+        seen.add(task.identity)
         tasks.append(task)
     return tasks
 
@@ -142,7 +151,7 @@ def _search(rng: random.Random) -> QuickTask:
 def _chain(rng: random.Random) -> QuickTask:
     length = _geometric(rng, CONTINUE_CHAIN, MAX_LINKS)
     words = rng.sample(WORDS, length + 1)
-    files = {f"{here}.txt": f"next={there}\n" for here, there in zip(words, words[1:], strict=False)}
+    files = {f"{here}.txt": f"next={there}\n" for here, there in pairwise(words)}
     files[f"{words[-2]}.txt"] = f"last={words[-1]}\n"
     instruction = f"Follow `{words[0]}.txt` and write the last word to `{ANSWER}`."
     return QuickTask("chain", instruction, files, Goal(ANSWER, words[-1], kept=files))
@@ -162,8 +171,7 @@ def _build(rng: random.Random) -> QuickTask:
 def _fix(rng: random.Random) -> QuickTask:
     wrong, right = rng.sample(range(10, 100), 2)
     check = (
-        f"got=$(sh {CALC} 0)\n"
-        f'if test "$got" = {right}; then echo PASS; else echo "FAIL want {right} got $got"; fi\n'
+        f'got=$(sh {CALC} 0)\nif test "$got" = {right}; then echo PASS; else echo "FAIL want {right} got $got"; fi\n'
     )
     files = {CALC: f"echo $(($1 + {wrong}))\n", CHECK: check}
     instruction = f"Fix `{CALC}` so that `{CHECK}` passes."
@@ -193,7 +201,7 @@ def verifier_script(task: QuickTask) -> str:
     if task.family == "fix":
         lines += _fix_checks(task)
     else:
-        lines += [f"if test -f {file}; then", f"  reward={WRONG}", f'  got=$(cat {file})\n  want={want}']
+        lines += [f"if test -f {file}; then", f"  reward={WRONG}", f"  got=$(cat {file})\n  want={want}"]
         if task.family == "build":
             lines += [*_PROGRESS]
         lines += ['  if test "$got" = "$want"; then', *("    " + line for line in _clean_checks(task)), "  fi", "fi"]
@@ -202,7 +210,7 @@ def verifier_script(task: QuickTask) -> str:
 
 
 _PROGRESS = (
-    "  case \"$want\" in \"$got\"*)",
+    '  case "$want" in "$got"*)',
     "    set -f",
     "    set -- $want; stages=$#",
     "    set -- $got; hundredths=$((50 * $# / stages))",

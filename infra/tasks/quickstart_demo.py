@@ -161,14 +161,14 @@ def demonstrate(rng: random.Random, task: QuickTask, *, mistake_rate: float) -> 
     """Play the task with an expert that makes a mistake on each turn at ``mistake_rate``.
 
     Half of the mistakes give up (submit early), the others use a wrong word or look around. A wrong look is retried,
-    a wrong write is believed.
+    a wrong write is believed. Who believes to be done submits at once, so episodes end when they should.
     """
     tools = EmulatedTools(task.files)
     expert = _Expert(task)
     messages = [Message(role="user", content=task.instruction)]
     for turn in range(MAX_TURNS):
         action = expert.next_action()
-        if rng.random() < mistake_rate:
+        if action != SUBMIT and rng.random() < mistake_rate:
             action = _mistake(rng, action)
         name, arguments = action
         call = ToolCall(id=f"call-{turn}", name=name, arguments=json.dumps(arguments, ensure_ascii=False))

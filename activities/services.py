@@ -1,0 +1,28 @@
+"""What activities stand on: clients that a worker opens once and hands to every activity object."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from redis.asyncio import Redis
+from temporalio.client import Client
+
+from infra.blobs import BlobStore
+from infra.settings import Settings
+
+
+@dataclass(frozen=True)
+class Services:
+    settings: Settings
+    temporal: Client
+    redis: Redis
+
+    @cached_property
+    def blobs(self) -> BlobStore:
+        return BlobStore(self.settings.blobs)
+
+
+def as_bytes(value: bytes | str) -> bytes:
+    """A Redis answer, whatever the client was told about decoding."""
+    return value.encode() if isinstance(value, str) else value

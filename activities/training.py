@@ -1,0 +1,123 @@
+"""Training activities in a cell's worker: claims, the satellite's offer, the core's update.
+
+Each names the incarnation that it is for. A replica that was replaced has lost its gradient sum: the order fails
+with the type `Lost`, is not retried, and the step has the work done again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Iterable, Mapping
+from typing import Any, TypeVar
+
+from infra.transfer.manifest import TransferManifest
+from temporalio import activity
+from temporalio.exceptions import ApplicationError
+
+from activities.beating import beating
+from activities.services import Services
+from infra.megatron.protocol import (
+    FinishRequest,
+    GradientsRequest,
+    PublishedSum,
+    PublishRequest,
+    ReplicaClient,
+    ReplicaError,
+    ReplicaUnavailable,
+    TrainRequest,
+)
+from workflows.calls import LOST
+from workflows.contracts import Candidate, FinishInput, GradientsInput, GradientSum, TrainInput, TrainResult
+
+Answer = TypeVar("Answer")
+
+
+class TrainingActivities:
+    def __init__(self, services: Services, cell: str) -> None:
+        self._blobs = services.blobs
+        self._replica = ReplicaClient(services.settings.replica_socket(cell))
+
+    @activity.defn(name="train_micro_steps")
+    async def train_micro_steps(self, order: TrainInput) -> TrainResult:
+        async with beating(detail=f"{len(order.micro_steps)} micro-steps"):
+            await self._fence(order.incarnation)
+            trained = await _or_lost(
+                self._replica.train(
+                    TrainRequest(run=order.run, step=order.step, version=order.version, micro_steps=order.micro_steps)
+                )
+            )
+        return TrainResult(seconds=trained.seconds, stats=add_up(trained.stats.values()))
+
+    @activity.defn(name="offer_gradients")
+    async def offer_gradients(self, order: GradientsInput) -> GradientSum:
+        async with beating():
+            await self._fence(order.incarnation)
+            offered = await _or_lost(self._replica.gradients(GradientsRequest(run=order.run, step=order.step)))
+        return GradientSum(
+            cell=order.cell,
+            incarnation=offered.incarnation,
+            micro_steps=list(offered.ids),
+            manifest_ref=self._blobs.put(offered.manifest.model_dump_json().encode()),
+        )
+
+    @activity.defn(name="finish_step")
+    async def finish_step(self, order: FinishInput) -> Candidate:
+        """Add the satellites' sums, update once, store the candidate, and offer the new weights to the others."""
+        async with beating(detail=f"version {order.version + 1}"):
+            await self._fence(order.incarnation)
+            satellites = [
+                PublishedSum(
+                    incarnation=offer.incarnation,
+                    ids=tuple(offer.micro_steps),
+                    manifest=TransferManifest.model_validate_json(self._blobs.get(offer.manifest_ref)),
+                )
+                for offer in order.satellites
+            ]
+            finished = await _or_lost(
+                self._replica.finish(
+                    FinishRequest(
+                        run=order.run,
+                        step=order.step,
+                        version=order.version,
+                        normaliser=order.normaliser,
+                        micro_steps=tuple(order.micro_steps),
+                        satellites=tuple(satellites),
+                        record_gradient=order.record_gradient,
+                    )
+                )
+            )
+            await _or_lost(self._replica.publish(PublishRequest(run=order.run, version=finished.version)))
+        return Candidate(
+            ref=finished.candidate_ref,
+            version=finished.version,
+            grad_norm=finished.grad_norm,
+            checksum=finished.checksum,
+        )
+
+    async def _fence(self, incarnation: str) -> None:
+        status = await _or_lost(self._replica.status())
+        if status.incarnation != incarnation:
+            raise ApplicationError(
+                f"the order is for replica {incarnation}, but {status.incarnation} is here", type=LOST
+            )
+
+
+def add_up(stats: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """The loss statistics of several micro-steps: names that begin with ``max_`` by maximum, the others by sum."""
+    total: dict[str, float] = {}
+    for one in stats:
+        for name, value in one.items():
+            if name.startswith("max_"):
+                total[name] = max(total.get(name, 0.0), float(value))
+            else:
+                total[name] = total.get(name, 0.0) + float(value)
+    return total
+
+
+async def _or_lost(call: Awaitable[Answer]) -> Answer:
+    """A replica that refuses has lost what the order is about; one that is away may come back."""
+    try:
+        return await call
+    except ReplicaUnavailable as error:
+        raise ApplicationError(str(error), type="ReplicaUnavailable") from error
+    except ReplicaError as error:
+        raise ApplicationError(str(error), type=LOST) from error

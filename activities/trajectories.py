@@ -1,0 +1,121 @@
+"""`process_group`: from the durable call records of a group's episodes to micro-steps in the blob store.
+
+Reads records, calls the pure trajectory processor, writes blobs. An episode whose chain of records has a gap is
+excluded as `infra_failed`: a token that cannot be proven is not trained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import orjson
+from temporalio import activity
+
+from activities.beating import beating
+from activities.services import Services, as_bytes
+from infra import keys
+from trajectory.process import EpisodeInput, TrajectoryConfig, process_group
+from trajectory.records import CallRecord, RecordError, decode_chain
+from workflows.contracts import EpisodeResult, GroupResult, MicroStepRef, Outcome, ProcessInput
+
+KEEP_RECORDS_S = 7 * 24 * 3600
+"""Seconds for which call records stay in Redis after they were sealed to the blob store."""
+
+
+def seal_name(episode: str) -> str:
+    """Name of an episode's seal: its outcome, and the reference of its records."""
+    return f"episodes/{episode}.json"
+
+
+class TrajectoryActivities:
+    def __init__(self, services: Services) -> None:
+        self._redis = services.redis
+        self._blobs = services.blobs
+
+    @activity.defn(name="process_group")
+    async def process(self, group: ProcessInput) -> GroupResult:
+        async with beating(10.0):
+            loaded = [await self._load(episode) for episode in group.episodes]
+            result = await asyncio.to_thread(self._process, group, loaded)
+            await self._expire(group)
+        return result
+
+    def _process(
+        self, group: ProcessInput, loaded: list[tuple[EpisodeResult, list[bytes], list[CallRecord]]]
+    ) -> GroupResult:
+        for episode, data, _ in loaded:
+            self._seal(episode, data, group)
+        inputs = [
+            EpisodeInput(episode=episode.exit.records or episode.episode, records=records, reward=episode.reward)
+            for episode, _, records in loaded
+        ]
+        processed = process_group(inputs, TrajectoryConfig(**group.trajectory.model_dump()))
+        stats = processed.stats
+        micro_steps = []
+        for micro_step in processed.micro_steps if group.train else []:
+            ref = self._blobs.put(micro_step.to_bytes())
+            micro_steps.append(MicroStepRef(ref=ref, tokens=micro_step.tokens, targets=micro_step.targets))
+        episodes = [episode.episode for episode, _, _ in loaded]
+        details = {"group": group.group, "task": group.task, "episodes": episodes, "stats": stats.model_dump()}
+        rewards = [episode.reward for episode, _, _ in loaded if episode.reward is not None]
+        return GroupResult(
+            group=group.group,
+            task=group.task,
+            valid=len(rewards),
+            passed=sum(reward == 1 for reward in rewards),
+            reward_sum=sum(rewards),
+            outcomes=dict(Counter(episode.outcome.value for episode, _, _ in loaded)),
+            reason=stats.reason if group.train else "",
+            micro_steps=micro_steps,
+            sampled_tokens=stats.sampled_tokens,
+            trained_tokens=stats.trained_tokens if group.train else 0,
+            oldest_version=stats.oldest_version,
+            active_s=sum(episode.exit.active_s for episode, _, _ in loaded),
+            held_s=sum(episode.exit.held_s for episode, _, _ in loaded),
+            moved_calls=sum(len(record.cells) > 1 for _, _, records in loaded for record in records),
+            stats_ref=self._blobs.put(orjson.dumps(details)),
+        )
+
+    async def _load(self, episode: EpisodeResult) -> tuple[EpisodeResult, list[bytes], list[CallRecord]]:
+        name = episode.exit.records or episode.episode
+        data = [as_bytes(item) for item in await self._redis.lrange(keys.calls(name), 0, -1)]
+        try:
+            records = decode_chain(data)
+        except RecordError as error:
+            broken = {"outcome": Outcome.INFRA_FAILED, "reward": None, "detail": f"call records: {error}"}
+            return episode.model_copy(update=broken), data, []
+        return episode, data, records
+
+    def _seal(self, episode: EpisodeResult, data: list[bytes], group: ProcessInput) -> None:
+        seal = {
+            **episode.model_dump(mode="json"),
+            "task": group.task,
+            "step": group.step,
+            "version": group.version,
+            "records_ref": self._blobs.put(pack_records(data)),
+            "calls": len(data),
+        }
+        name = seal_name(episode.exit.records or episode.episode)
+        self._blobs.put_named(name, orjson.dumps(seal, option=orjson.OPT_INDENT_2))
+
+    async def _expire(self, group: ProcessInput) -> None:
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for episode in group.episodes:
+                pipe.expire(keys.calls(episode.exit.records or episode.episode), KEEP_RECORDS_S)
+            await pipe.execute()
+
+
+def pack_records(data: list[bytes]) -> bytes:
+    """Encoded records as one blob, each with its length before it (8 bytes, little-endian)."""
+    return b"".join(len(item).to_bytes(8, "little") + item for item in data)
+
+
+def unpack_records(blob: bytes) -> list[bytes]:
+    """The inverse of ``pack_records``."""
+    items, position = [], 0
+    while position < len(blob):
+        length = int.from_bytes(blob[position : position + 8], "little")
+        items.append(blob[position + 8 : position + 8 + length])
+        position += 8 + length
+    return items

@@ -1,0 +1,58 @@
+"""Counts of a step's episodes in Redis: what the scheduler's policies look at.
+
+Sets of names rather than counters, so that an activity that runs twice counts once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from redis.asyncio import Redis
+
+from infra import keys
+
+KEEP_S = 14 * 24 * 3600
+"""Seconds for which a closed step's counts are kept."""
+
+
+@dataclass(frozen=True)
+class Demand:
+    total: int
+    running: int
+    ended: int
+
+    @property
+    def unfinished(self) -> int:
+        """Queued and running episodes."""
+        return max(0, self.total - self.ended)
+
+
+async def open_step(redis: Redis, run: str, step: int, total: int) -> None:
+    await redis.hset(keys.step_demand(run, step), "total", str(total))
+
+
+async def episode_started(redis: Redis, run: str, step: int, episode: str) -> None:
+    await redis.sadd(keys.step_running(run, step), episode)
+
+
+async def episode_ended(redis: Redis, run: str, step: int, episode: str) -> None:
+    async with redis.pipeline(transaction=True) as pipe:
+        pipe.srem(keys.step_running(run, step), episode)
+        pipe.sadd(keys.step_ended(run, step), episode)
+        await pipe.execute()
+
+
+async def demand_of(redis: Redis, run: str, step: int) -> Demand:
+    async with redis.pipeline(transaction=True) as pipe:
+        pipe.hget(keys.step_demand(run, step), "total")
+        pipe.scard(keys.step_running(run, step))
+        pipe.scard(keys.step_ended(run, step))
+        total, running, ended = await pipe.execute()
+    return Demand(int(total or 0), int(running), int(ended))
+
+
+async def close_step(redis: Redis, run: str, step: int) -> None:
+    async with redis.pipeline(transaction=True) as pipe:
+        for key in (keys.step_demand(run, step), keys.step_running(run, step), keys.step_ended(run, step)):
+            pipe.expire(key, KEEP_S)
+        await pipe.execute()

@@ -1,0 +1,361 @@
+"""Starts an episode's supervisor, or adopts the one that is there, and waits for what it leaves.
+
+Invariant: on this host an episode has one supervisor, and so one harness, at most. The folder's lock is handed to
+the supervisor when it is started and held by it to its end: whoever gets the lock knows that nobody runs the
+episode, and whoever doesn't finds out who does. Across hosts the lease in Redis decides. Calling anything here
+again, after whatever crash of the caller, finds the same episode in the same place.
+
+An episode's folder:
+
+    lock              held by the supervisor, or by a launch that is starting one
+    spec.json         what the supervisor was told (it holds the API key: readable by the owner only)
+    supervisor.json   its pid, start time and generation
+    workspace/ home/  the harness's writable folders; preserved for grading
+    instruction.md    what the harness is told
+    harness.log       its output; supervisor.log is the supervisor's own
+    cancel            made by whoever wants the episode ended
+    exit.json         how it ended; written last
+
+It knows how an episode is run on this machine; it does not know rewards, records or workflows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, TypeVar
+from urllib.parse import unquote, urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from infra import keys
+from infra.episodes.processes import ended, reap, remove_tree, signal_named, spawn, start_time, tail
+from infra.harness.adapters import INSTRUCTION, Harness
+from infra.sandbox.spec import BASE_ENVIRONMENT, BASE_URL, Bind, Limits, Sandbox, SandboxSpec
+from infra.tasks.harbor import NOT_COPIED, Task
+
+Model = TypeVar("Model", bound=BaseModel)
+
+STATUS_FD: Final = 3
+DEFAULT_MEMORY_MB: Final = 4096
+LAUNCH_DEADLINE_S: Final = 60.0
+GONE_DEADLINE_S: Final = 15.0
+TRANSIENT: Final = ("exit.json", "supervisor.json", "cancel", "harness.log", "supervisor.log", "spec.json")
+
+
+class LaunchFailed(RuntimeError):
+    """The supervisor could not be started, or a folder stays locked by nobody who says who they are."""
+
+
+class Superseded(RuntimeError):
+    """A newer generation of the episode is, or was, here."""
+
+
+class SupervisorLost(RuntimeError):
+    """The supervisor died without saying how the episode ended. Nothing of its harness runs any more."""
+
+
+class EpisodeLaunch(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    episode: str
+    generation: int = Field(ge=0)
+    """Larger for each fresh start of the episode; an older one never runs beside a newer."""
+    folder: Path
+    """The episode's own, on a local file system."""
+    task: Task
+    api_key: str = Field(repr=False)
+    model: str
+    """Name under which the harness asks for the policy."""
+    proxy_socket: Path
+    redis_url: str = Field(repr=False)
+    budget_s: float = Field(gt=0)
+    """Seconds of active time: wall time without what the gateway held calls for."""
+    wall_limit_s: float = Field(gt=0)
+    """Seconds of wall time, whatever was held."""
+    grace_s: float = Field(default=5.0, ge=0)
+    """Seconds between asking the harness to end and killing it."""
+    lease_ttl_s: float = Field(default=30.0, gt=0)
+
+
+class Exit(BaseModel):
+    """How the harness ended. Times in seconds; ``cpu_s`` is the sandbox's processor time."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    reason: Literal["exited", "timed_out", "lease_lost", "cancelled", "failed_to_start"]
+    exit_code: int | None
+    """Of the harness; 128 + n or negative when a signal ended it; None when it wasn't started."""
+    wall_s: float
+    held_s: float
+    active_s: float
+    cpu_s: float
+    generation: int
+    detail: str = ""
+
+
+class Registration(BaseModel):
+    """The supervisor that a folder names as its own."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    pid: int
+    start: int
+    generation: int
+
+    def alive(self) -> bool:
+        return start_time(self.pid) == self.start
+
+
+@dataclass(frozen=True)
+class Running:
+    """An episode that runs on this host, or has ended here."""
+
+    episode: str
+    generation: int
+    folder: Path
+    mode: Literal["started", "adopted", "finished"]
+    supervisor: Registration | None
+    """None for a finished one."""
+    sandbox: Sandbox
+
+    @property
+    def workspace(self) -> Path:
+        return self.folder / "workspace"
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "harness.log"
+
+
+async def launch_or_adopt(launch: EpisodeLaunch, harness: Harness, sandbox: Sandbox) -> Running:
+    """Make sure that this generation of the episode runs here, or has run.
+
+    An older generation that still runs on this host is cancelled first. Raises Superseded, LaunchFailed, and
+    OSError when the task's files can't be copied.
+    """
+    folder = launch.folder.absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + LAUNCH_DEADLINE_S
+    cancelled: set[Registration] = set()
+
+    def running(mode: Literal["started", "adopted", "finished"], supervisor: Registration | None) -> Running:
+        return Running(launch.episode, launch.generation, folder, mode, supervisor, sandbox)
+
+    while time.monotonic() < deadline:
+        if _finished(folder, launch.generation):
+            return running("finished", None)
+        lock = _try_lock(folder)
+        if lock is not None:
+            # in a thread that finishes even if this call is cancelled: the lock never outlives what it protects
+            if (started := await asyncio.to_thread(_start, launch, folder, harness, sandbox, lock)) is None:
+                return running("finished", None)
+            return running("started", started)
+        there = _registration(folder)
+        if there is not None and there.alive():
+            if there.generation > launch.generation:
+                raise Superseded(f"{launch.episode}: generation {there.generation} runs in {folder}")
+            if there.generation == launch.generation:
+                return running("adopted", there)
+            if there not in cancelled:
+                cancelled.add(there)
+                signal_named(there.pid, there.start, signal.SIGTERM)
+        await asyncio.sleep(0.02)
+    raise LaunchFailed(f"{folder / 'lock'} stays held, by no supervisor that {folder / 'supervisor.json'} names")
+
+
+async def wait(running: Running, on_beat: Callable[[], None] = lambda: None, *, beat_s: float = 5.0) -> Exit:
+    """Wait for the end of the episode, calling ``on_beat`` every ``beat_s`` seconds. Raises SupervisorLost.
+
+    Cancelling the wait leaves the episode running, to be adopted.
+    """
+    there = running.supervisor
+    if there is not None:
+        while there.alive():
+            if await ended(there.pid, beat_s):
+                break
+            on_beat()
+        reap(there.pid)
+    if (exit_ := read_exit(running.folder)) is not None and exit_.generation == running.generation:
+        return exit_
+    await asyncio.to_thread(_clear_remains, running.sandbox, running.workspace)
+    raise SupervisorLost(
+        f"{running.episode}: supervisor {there.pid if there else '?'} left no exit.json in {running.folder}: "
+        f"{tail(running.folder / 'supervisor.log') or 'killed'}"
+    )
+
+
+async def stop(running: Running, *, patience_s: float = 30.0) -> Exit | None:
+    """Cancel the episode; returns once nothing of it runs, with its exit, or None if the supervisor left none."""
+    there = running.supervisor
+    if there is not None and there.alive():
+        (running.folder / "cancel").touch()
+        signal_named(there.pid, there.start, signal.SIGTERM)
+        if not await ended(there.pid, patience_s):
+            signal_named(there.pid, there.start, signal.SIGKILL)
+    try:
+        return await wait(running)
+    except SupervisorLost:
+        return None
+
+
+def read_exit(folder: Path) -> Exit | None:
+    """What the last supervisor in ``folder`` left; None while there is nothing."""
+    return _read(Exit, folder / "exit.json")
+
+
+def _registration(folder: Path) -> Registration | None:
+    return _read(Registration, folder / "supervisor.json")
+
+
+def _read(model: type[Model], file: Path) -> Model | None:
+    try:
+        return model.model_validate_json(file.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValidationError as error:
+        raise LaunchFailed(f"{file} is not what a supervisor writes: {error}") from error
+
+
+def _finished(folder: Path, generation: int) -> bool:
+    exit_ = read_exit(folder)
+    if exit_ is not None and exit_.generation > generation:
+        raise Superseded(f"generation {exit_.generation} has ended in {folder}")
+    return exit_ is not None and exit_.generation == generation
+
+
+def _try_lock(folder: Path) -> int | None:
+    """Descriptor of the folder's lock, or None while another holds it."""
+    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _start(launch: EpisodeLaunch, folder: Path, harness: Harness, sandbox: Sandbox, lock: int) -> Registration | None:
+    """With the lock held: prepare the folder and start the supervisor; None when the episode has just ended."""
+    try:
+        if _finished(folder, launch.generation):
+            return None
+        before = _registration(folder)
+        if before is not None and before.generation > launch.generation:
+            raise Superseded(f"{launch.episode}: generation {before.generation} was started in {folder}")
+        if (folder / "spec.json").exists():
+            _clear_remains(sandbox, folder / "workspace")
+        _prepare(launch, folder)
+        spec = _supervisor_spec(launch, folder, harness, sandbox, before) | {"lock_fd": lock}
+        descriptor = os.open(folder / "spec.json", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(descriptor, "w", encoding="utf-8") as stream:
+            json.dump(spec, stream)
+        supervisor = Path(__file__).with_name("supervisor.py").absolute()
+        argv = [sys.executable, "-I", "-S", "-B", str(supervisor), str(folder / "spec.json")]
+        pid = spawn(argv, {"PATH": BASE_ENVIRONMENT["PATH"]}, folder / "supervisor.log", detached=True, keep_fd=lock)
+    finally:
+        os.close(lock)
+    deadline = time.monotonic() + LAUNCH_DEADLINE_S
+    while time.monotonic() < deadline:
+        there = _registration(folder)
+        if there is not None and there.pid == pid:
+            return there
+        if reap(pid) is not None:
+            break
+        time.sleep(0.005)
+    raise LaunchFailed(f"the supervisor in {folder} did not start: {tail(folder / 'supervisor.log') or 'no message'}")
+
+
+def _prepare(launch: EpisodeLaunch, folder: Path) -> None:
+    for name in TRANSIENT:
+        (folder / name).unlink(missing_ok=True)
+    for name in ("workspace", "home"):
+        remove_tree(folder / name)
+    source = launch.task.environment_folder
+    if source.is_dir():
+
+        def left_out(directory: str, names: list[str]) -> list[str]:
+            return [name for name in names if name in NOT_COPIED] if directory == str(source) else []
+
+        shutil.copytree(source, folder / "workspace", symlinks=True, ignore=left_out)
+    else:
+        (folder / "workspace").mkdir()
+    (folder / "home").mkdir()
+    (folder / "instruction.md").write_text(launch.task.instruction, encoding="utf-8")
+
+
+def _supervisor_spec(
+    launch: EpisodeLaunch, folder: Path, harness: Harness, sandbox: Sandbox, before: Registration | None
+) -> dict[str, Any]:
+    environment = launch.task.environment
+    memory_mb = None
+    if harness.address_space_mb is not None:
+        memory_mb = (environment.memory_mb or DEFAULT_MEMORY_MB) + harness.address_space_mb
+    sandbox_spec = SandboxSpec(
+        argv=tuple(harness.command(INSTRUCTION, launch.model)),
+        workspace=folder / "workspace",
+        home=folder / "home",
+        binds=(Bind(source=folder / "instruction.md", target=INSTRUCTION), *harness.binds()),
+        proxy_socket=launch.proxy_socket.absolute(),
+        limits=Limits(address_space_mb=memory_mb),
+        status_fd=STATUS_FD,
+    )
+    return {
+        "episode": launch.episode,
+        "generation": launch.generation,
+        "folder": str(folder),
+        "argv": sandbox.command(sandbox_spec),
+        "environment": {
+            **BASE_ENVIRONMENT,
+            **environment.env,
+            **harness.environment(BASE_URL, launch.api_key, launch.model),
+        },
+        "status_fd": STATUS_FD,
+        "redis": redis_address(launch.redis_url),
+        "lease_key": keys.lease(launch.episode),
+        "generation_key": keys.generation_of(launch.episode),
+        "held_key": keys.held(launch.episode),
+        "holding_key": keys.holding(launch.episode),
+        "lease_ttl_s": launch.lease_ttl_s,
+        # the lock is ours, so whoever was registered here is dead and its lease may be taken at once
+        "supersedes": f"{before.generation}:{before.pid}" if before else "",
+        "budget_s": launch.budget_s,
+        "wall_limit_s": launch.wall_limit_s,
+        "grace_s": launch.grace_s,
+    }
+
+
+def redis_address(url: str) -> dict[str, Any]:
+    """Parts of a redis://, rediss:// or unix:// URL. Raises ValueError for another."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("redis", "rediss", "unix"):
+        raise ValueError(f"not a Redis URL (redis://, rediss://, unix://): {parts.scheme}://…")
+    address: dict[str, Any] = {"username": unquote(parts.username or ""), "password": unquote(parts.password or "")}
+    if parts.scheme == "unix":
+        return address | {"path": unquote(parts.path)}
+    database = parts.path.strip("/") or "0"
+    where = {"host": parts.hostname or "localhost", "port": parts.port or 6379, "tls": parts.scheme == "rediss"}
+    return address | where | {"db": int(database)}
+
+
+def _clear_remains(sandbox: Sandbox, workspace: Path) -> None:
+    """Wait until no sandbox of a dead supervisor is left; the kernel is ending them, and this helps."""
+    deadline = time.monotonic() + GONE_DEADLINE_S
+    while remains := sandbox.remains(workspace):
+        if time.monotonic() > deadline:
+            raise LaunchFailed(f"processes {remains} of a former harness in {workspace} cannot be killed")
+        for pid in remains:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        time.sleep(0.01)

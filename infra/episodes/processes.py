@@ -1,0 +1,124 @@
+"""Processes without threads: started by posix_spawn, awaited through a pidfd, named by pid and start time.
+
+A pid alone names a process only until it is used again; with its start time it names one for good. It knows
+nothing of what the processes do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+
+def spawn(
+    argv: Sequence[str],
+    environment: Mapping[str, str],
+    log: Path,
+    *,
+    detached: bool = False,
+    keep_fd: int | None = None,
+) -> int:
+    """Start ``argv`` with exactly ``environment``, output and errors to the new file ``log``; returns the pid.
+
+    ``detached`` gives it a session of its own, otherwise a process group. ``keep_fd`` is inherited under its own
+    number. Raises OSError when the program can't be started.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW
+    actions: list[tuple[int, int] | tuple[int, int, int] | tuple[int, int, str, int, int]] = [
+        (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
+        (os.POSIX_SPAWN_OPEN, 1, str(log), flags, 0o644),
+        (os.POSIX_SPAWN_DUP2, 1, 2),
+    ]
+    if keep_fd is not None:
+        actions.append((os.POSIX_SPAWN_DUP2, keep_fd, keep_fd))
+    group = {"setsid": True} if detached else {"setpgroup": 0}
+    return os.posix_spawn(
+        argv[0],
+        list(argv),
+        dict(environment),
+        file_actions=actions,
+        setsigmask=[],
+        setsigdef=[signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTERM],
+        **group,
+    )
+
+
+def start_time(pid: int) -> int | None:
+    """Start in clock ticks since boot (field 22 of /proc/PID/stat); None when it has ended, reaped or not."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def reap(pid: int) -> int | None:
+    """Wait status of a child that has ended; None when it hasn't, or is no child of this process."""
+    with contextlib.suppress(ChildProcessError):
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return status
+    return None
+
+
+async def ended(pid: int, timeout_s: float) -> bool:
+    """Wait until the process has ended (it is not reaped); False when the time is up before."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    loop = asyncio.get_running_loop()
+    over = asyncio.Event()
+    loop.add_reader(descriptor, over.set)
+    try:
+        async with asyncio.timeout(timeout_s):
+            await over.wait()
+        return True
+    except TimeoutError:
+        return False
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+
+
+def signal_named(pid: int, start: int, number: int) -> bool:
+    """Signal the process that started at ``start``, never another that has its pid now; False when it has ended."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return False
+    try:
+        if start_time(pid) != start:
+            return False
+        signal.pidfd_send_signal(descriptor, number)
+    except ProcessLookupError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def tail(file: Path, size: int = 2000) -> str:
+    """Last ``size`` bytes of a file as text; empty when there is none."""
+    with contextlib.suppress(FileNotFoundError), file.open("rb") as stream:
+        stream.seek(max(0, os.fstat(stream.fileno()).st_size - size))
+        return stream.read(size).decode("utf-8", "replace").strip()
+    return ""
+
+
+def remove_tree(folder: Path) -> None:
+    """Remove a folder, whatever depth and permissions an agent has left in it; links are removed, not followed."""
+    try:
+        shutil.rmtree(folder)
+    except FileNotFoundError:
+        return
+    except (OSError, RecursionError):
+        if not folder.is_symlink():
+            subprocess.run(["/bin/chmod", "-R", "u+rwx", "--", str(folder)], stderr=subprocess.DEVNULL, check=False)
+        subprocess.run(["/bin/rm", "-rf", "--", str(folder)], check=True)

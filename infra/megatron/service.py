@@ -1,0 +1,393 @@
+"""What a replica's process does for each request: the gradient ledger of one incarnation.
+
+Invariants. Within an incarnation a micro-step is trained at most once per step, and what is asked again is answered
+again. The core accepts sums only if their sets of micro-steps, its own included, are disjoint and together exactly the
+step's; until all are read and checked nothing is added. Weights are identified by their candidate's checksum, not by
+a version number: two candidates may claim the same version. A step's gradient sum is dropped only when another step
+begins, never by a change of weights.
+
+Requests that change something run one after another; torch runs on a thread of its own, so ``status`` always answers.
+Knows nothing of HTTP (``infra.megatron.server``) or of how gradients are computed (``infra.megatron.replica``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, TypeVar
+
+from redis.asyncio import Redis
+from torch import Tensor
+
+from infra import keys
+from infra.blobs import BlobStore
+from infra.megatron import protocol as p
+from infra.megatron.checkpoint import (
+    CandidateFacts,
+    CandidateManifest,
+    load_candidate,
+    load_optimizer,
+    load_weights,
+    save_candidate,
+)
+from infra.megatron.ledger import Refused, check_coverage
+from infra.megatron.replica import Replica
+from infra.sglang.client import EngineClient
+from infra.transfer.endpoint import TensorPublisher, TransferError, pull
+from infra.transfer.manifest import TransferManifest, checksum
+from infra.transfer.mooncake import MooncakeEndpoint
+from trajectory.micro_step import MicroStep
+
+logger = logging.getLogger(__name__)
+
+PULL_DEADLINE_S: Final = 60.0
+"""Seconds for one source of weights or of a gradient sum."""
+
+MANIFEST_TTL_S: Final = 3600
+"""Seconds after which published weights are forgotten unless published again."""
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Held:
+    """The weights in the replica."""
+
+    run: str
+    version: int
+    checksum: str
+    candidate_ref: str
+    """Empty while the candidate is not saved yet."""
+
+
+@dataclass
+class OpenStep:
+    """The step whose gradient sum is in the replica."""
+
+    run: str
+    step: int
+    version: int
+    done: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Micro-step -> its loss statistics, in the order in which they were trained."""
+    published: p.PublishedSum | None = None
+
+
+@dataclass(frozen=True)
+class Update:
+    """An optimizer update that this incarnation made, and the answer once its candidate is in the blob store."""
+
+    facts: CandidateFacts
+    gradient: dict[str, Tensor] | None
+    answer: p.FinishResponse | None = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """Weights that others can read from this process."""
+
+    name: str
+    of: Held
+    manifest: TransferManifest
+
+
+class ReplicaService:
+    """One incarnation. ``torch_thread`` is the single thread on which the replica was built."""
+
+    def __init__(
+        self, replica: Replica, torch_thread: ThreadPoolExecutor, blobs: BlobStore, redis: Redis, host: str
+    ) -> None:
+        self.incarnation = uuid.uuid4().hex
+        self._replica, self._torch_thread, self._blobs, self._redis = replica, torch_thread, blobs, redis
+        self._endpoint = MooncakeEndpoint(host)
+        self._publisher = TensorPublisher(self._endpoint)
+        self._lock = asyncio.Lock()
+        self._busy: str | None = None
+        self._held: Held | None = None
+        self._optimizer: Held | None = None  # the weights whose optimizer state is held
+        self._open: OpenStep | None = None
+        self._update: Update | None = None
+        self._source: Source | None = None
+        self._resident_bytes = replica.resident_bytes()
+
+    async def status(self) -> p.Status:
+        held, optimizer, opened = self._held, self._optimizer, self._open
+        return p.Status(
+            incarnation=self.incarnation,
+            run=held.run if held else None,
+            version=held.version if held else -1,
+            optimizer_version=optimizer.version if optimizer else -1,
+            step=opened.step if opened else None,
+            done=tuple(opened.done) if opened else (),
+            resident_bytes=self._resident_bytes,
+            busy=self._busy,
+        )
+
+    async def prepare(self, request: p.PrepareRequest) -> p.PrepareResponse:
+        async with self._alone("prepare") as started:
+            opened = self._open
+            if opened and opened.run == request.run and opened.done and self._replica.loss != request.loss:
+                raise _refused(f"the gradient sum of step {opened.step} was begun with another loss")
+            if self._replica.optimizer != request.optimizer:
+                self._optimizer = None
+            await self._torch(self._replica.configure, request.optimizer, request.loss)
+            came_by, moved = await self._hold(request.run, request.version, request.candidate_ref)
+            if request.as_core and self._optimizer != self._held:
+                manifest = await self._candidate(request.run, request.version, request.candidate_ref)
+                state = await asyncio.to_thread(load_optimizer, self._blobs, manifest)
+                await self._torch(self._replica.load_optimizer, state)
+                self._optimizer = self._held
+                moved += _bytes(state)
+            return p.PrepareResponse(came_by=came_by, seconds=time.monotonic() - started, bytes=moved)
+
+    async def train(self, request: p.TrainRequest) -> p.TrainResponse:
+        async with self._alone("train") as started:
+            self._require_held(request.run, request.version)
+            opened = await self._open_step(request.run, request.step, request.version)
+            for ref in request.micro_steps:
+                if ref in opened.done:
+                    continue
+                if opened.published is not None:  # the sum that others may read no longer is this replica's
+                    await asyncio.to_thread(self._publisher.withdraw, _sum_name(opened))
+                    opened.published = None
+                micro_step = MicroStep.from_bytes(await asyncio.to_thread(self._blobs.get, ref))
+                try:
+                    opened.done[ref] = await self._torch(self._replica.train, micro_step)
+                finally:
+                    if self._replica.step is None:  # a backward pass failed half way: the whole sum is lost
+                        self._open = None
+            stats = {ref: opened.done[ref] for ref in request.micro_steps}
+            return p.TrainResponse(incarnation=self.incarnation, stats=stats, seconds=time.monotonic() - started)
+
+    async def gradients(self, request: p.GradientsRequest) -> p.PublishedSum:
+        async with self._alone("gradients"):
+            opened = self._open
+            if opened is None or (opened.run, opened.step) != (request.run, request.step):
+                raise _refused(f"no gradient sum of step {request.step} of run {request.run} is held")
+            if opened.published is None:
+                gradient = await self._torch(self._replica.gradient)
+                manifest = await asyncio.to_thread(self._publisher.publish, _sum_name(opened), gradient)
+                opened.published = p.PublishedSum(
+                    incarnation=self.incarnation, ids=tuple(opened.done), manifest=manifest
+                )
+            return opened.published
+
+    async def finish(self, request: p.FinishRequest) -> p.FinishResponse:
+        async with self._alone("finish") as started:
+            made = self._update
+            if made is None or (made.facts.run, made.facts.step) != (request.run, request.step):
+                made = await self._make_update(request)
+            if made.answer is None:
+                made = await self._save(made, started)
+            assert made.answer is not None
+            return made.answer
+
+    async def publish(self, request: p.PublishRequest) -> p.PublishResponse:
+        async with self._alone("publish") as started:
+            held = self._require_held(request.run, request.version)
+            before = self._source
+            if before is not None and before.of != held:
+                await self._withdraw_weights(before)
+                before = None
+            if before is None:
+                name = f"weights/{held.run}/{held.version}"
+                weights = await self._torch(self._replica.weights)
+                manifest = await asyncio.to_thread(self._publisher.publish, name, weights)
+                self._source = before = Source(name, held, manifest)
+            key = keys.weights(held.run, held.version)
+            await self._redis.hset(key, self.incarnation, before.manifest.model_dump_json())
+            await self._redis.expire(key, MANIFEST_TTL_S)
+            return p.PublishResponse(
+                incarnation=self.incarnation, checksum=held.checksum, seconds=time.monotonic() - started
+            )
+
+    async def serve(self, request: p.ServeRequest) -> p.ServeResponse:
+        async with self._alone("serve") as started:
+            came_by, _ = await self._hold(request.run, request.version, request.candidate_ref)
+            weights = await self._torch(self._replica.weights)
+            shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+            engine = EngineClient(request.engine_url, vocab_size=self._replica.shape.vocab, weight_shapes=shapes)
+            try:
+                digest = await engine.update_weights(weights, request.version)
+            finally:
+                await engine.close()
+            return p.ServeResponse(came_by=came_by, checksum=digest, seconds=time.monotonic() - started)
+
+    async def close(self) -> None:
+        """Withdraw the weights that this process offers to others."""
+        if self._source is not None:
+            await self._withdraw_weights(self._source)
+
+    # ---- weights
+
+    async def _withdraw_weights(self, source: Source) -> None:
+        await self._redis.hdel(keys.weights(source.of.run, source.of.version), self.incarnation)
+        self._source = None
+        await asyncio.to_thread(self._publisher.withdraw, source.name)
+
+    async def _hold(self, run: str, version: int, ref: str) -> tuple[p.CameBy, int]:
+        """Make the held weights those of a candidate, whatever they are now; gradient sums stay."""
+        manifest = await self._candidate(run, version, ref)
+        wanted = Held(run, version, manifest.checksum, ref)
+        came_by: p.CameBy = "resident"
+        moved = 0
+        if self._held is None or self._held.checksum != wanted.checksum:
+            weights = await self._from_peers(run, version, manifest.checksum)
+            came_by = "transfer" if weights is not None else "blob"
+            if weights is None:
+                weights = await asyncio.to_thread(load_weights, self._blobs, manifest)
+            self._held = None  # until the next line has succeeded it is neither
+            if self._update is not None and self._update.answer is None:
+                self._update = None  # never saved, and now its weights go: its step may begin anew
+            await self._torch(self._replica.load, weights, version)
+            moved = _bytes(weights)
+        self._replica.version = version  # the same weights may be two versions: an update without a gradient
+        self._held = wanted
+        return came_by, moved
+
+    async def _candidate(self, run: str, version: int, ref: str) -> CandidateManifest:
+        manifest = await asyncio.to_thread(load_candidate, self._blobs, ref)
+        if (manifest.run, manifest.version) != (run, version):
+            raise _refused(
+                f"candidate {ref} is version {manifest.version} of run {manifest.run}, not {version} of {run}"
+            )
+        return manifest
+
+    async def _from_peers(self, run: str, version: int, expected: str) -> dict[str, Tensor] | None:
+        """Weights from any process that published them; None when none has them as the candidate says."""
+        sources: dict[str | bytes, str | bytes] = await self._redis.hgetall(keys.weights(run, version))
+        for source, text in sorted((_text(name), _text(value)) for name, value in sources.items()):
+            if source == self.incarnation:
+                continue
+            manifest = TransferManifest.model_validate_json(text)
+            try:
+                weights = await asyncio.to_thread(pull, self._endpoint, manifest, deadline_s=PULL_DEADLINE_S)
+            except TransferError as error:
+                logger.warning("weights of version %d of run %s not read from %s: %s", version, run, source, error)
+                continue
+            if checksum(weights) == expected:
+                return weights
+            logger.warning("weights of version %d of run %s at %s are another candidate's", version, run, source)
+        return None
+
+    def _require_held(self, run: str, version: int) -> Held:
+        held = self._held
+        if held is None or (held.run, held.version) != (run, version):
+            what = f"version {held.version} of run {held.run}" if held else "no version"
+            raise _refused(f"holds {what}, not version {version} of run {run}")
+        return held
+
+    # ---- the step
+
+    async def _open_step(self, run: str, step: int, version: int) -> OpenStep:
+        """The step's ledger, begun with a zero sum when it is new."""
+        opened = self._open
+        last = self._update.facts if self._update else None
+        if last is not None and last.run == run and step <= last.step:
+            raise _refused(f"step {step} of run {run}: step {last.step} is finished here")
+        if opened is not None and opened.run == run and step < opened.step:
+            raise _refused(f"step {step} of run {run}: step {opened.step} has begun here")
+        if opened is not None and (opened.run, opened.step) == (run, step):
+            if opened.version != version:
+                raise _refused(f"step {step} was begun at version {opened.version}, not {version}")
+            return opened
+        if opened is not None and opened.published is not None:
+            await asyncio.to_thread(self._publisher.withdraw, _sum_name(opened))
+        await self._torch(self._replica.begin, step)
+        self._open = OpenStep(run, step, version)
+        return self._open
+
+    async def _make_update(self, request: p.FinishRequest) -> Update:
+        base = self._require_held(request.run, request.version)
+        if self._optimizer != base:
+            raise _refused(f"not prepared as core: the optimizer state of version {request.version} is not held")
+        opened = await self._open_step(request.run, request.step, request.version)
+        satellites = sorted(request.satellites, key=lambda satellite: satellite.incarnation)
+        claims = {satellite.incarnation: satellite.ids for satellite in satellites}
+        if len(claims) < len(satellites) or self.incarnation in claims:
+            raise _refused("an incarnation gives more than one sum")
+        claims[self.incarnation] = tuple(opened.done)
+        check_coverage(request.micro_steps, claims)
+        sums = [await self._pull_sum(satellite) for satellite in satellites]
+        try:
+            norm, gradient = await self._torch(self._replica.combine, sums, request.normaliser, request.record_gradient)
+        finally:
+            if self._replica.step is None:  # the sum has become the update, or was spoilt
+                self._open = None
+        facts = CandidateFacts(
+            run=request.run,
+            step=request.step,
+            version=request.version + 1,
+            base_version=request.version,
+            base_ref=base.candidate_ref,
+            micro_steps=request.micro_steps,
+            claims=claims,
+            normaliser=request.normaliser,
+            grad_norm=norm,
+            optimizer=self._replica.optimizer,
+            loss=self._replica.loss,
+        )
+        self._held = self._optimizer = None  # the new version has no name until its candidate is saved
+        self._update = Update(facts, gradient)
+        return self._update
+
+    async def _pull_sum(self, satellite: p.PublishedSum) -> dict[str, Tensor]:
+        try:
+            return await asyncio.to_thread(pull, self._endpoint, satellite.manifest, deadline_s=PULL_DEADLINE_S)
+        except TransferError as error:
+            detail = f"the gradient sum of incarnation {satellite.incarnation} could not be read: {error}"
+            raise Refused(p.Problem(detail=detail, lost=(satellite.incarnation,)), status=424) from error
+
+    async def _save(self, made: Update, started: float) -> Update:
+        """Put the candidate of an update; when that fails the update stays, and the next ``finish`` tries again."""
+        weights = await self._torch(self._replica.weights)
+        state = await self._torch(self._replica.optimizer_tensors)
+        ref = await asyncio.to_thread(save_candidate, self._blobs, made.facts, weights, state, made.gradient)
+        digest = checksum(weights)
+        self._held = self._optimizer = Held(made.facts.run, made.facts.version, digest, ref)
+        answer = p.FinishResponse(
+            candidate_ref=ref,
+            version=made.facts.version,
+            grad_norm=made.facts.grad_norm,
+            checksum=digest,
+            seconds=time.monotonic() - started,
+        )
+        self._update = replace(made, gradient=None, answer=answer)
+        return self._update
+
+    # ---- one thing at a time
+
+    @asynccontextmanager
+    async def _alone(self, name: str) -> AsyncIterator[float]:
+        """Wait for the request that is being answered; yields the start of this one (monotonic seconds)."""
+        async with self._lock:
+            self._busy = name
+            try:
+                yield time.monotonic()
+            finally:
+                self._busy = None
+                self._resident_bytes = await self._torch(self._replica.resident_bytes)
+
+    async def _torch(self, work: Callable[..., Result], *args: Any) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._torch_thread, work, *args)
+
+
+def _refused(detail: str) -> Refused:
+    return Refused(p.Problem(detail=detail))
+
+
+def _sum_name(opened: OpenStep) -> str:
+    return f"gradient/{opened.run}/{opened.step}"
+
+
+def _bytes(tensors: dict[str, Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def _text(value: str | bytes) -> str:
+    return value if isinstance(value, str) else value.decode()

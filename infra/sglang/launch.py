@@ -1,0 +1,93 @@
+"""How to start an unmodified SGLang server for one CPU cell: its command line and its environment.
+
+The invariant: everything the server listens on is a loopback address, and an idle server uses almost no CPU. Two
+settings carry it. The process group of a single-rank engine meets in a file, because torch's TCP store binds every
+interface; and the scheduler sleeps on its sockets when it has no request. The second one holds only while the
+engine is not paused: a paused scheduler of SGLang 0.5.23 polls in a busy loop (99 % of a core).
+
+This module starts nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+HTTP_KEEP_ALIVE_S = 75
+"""How long the server keeps an idle connection. Clients must drop theirs earlier, or a request meets a closing one."""
+
+
+def engine_command(
+    model_dir: Path | str,
+    host: str,
+    port: int,
+    *,
+    max_total_tokens: int,
+    context_length: int,
+    max_running_requests: int = 64,
+    stream_interval: int = 16,
+    weight_version: int = 0,
+    incarnation: str = "engine",
+) -> list[str]:
+    """Arguments of the server process: fp32 weights of ``model_dir`` (Hugging Face layout), token ids in and out.
+
+    ``max_total_tokens`` is the size of the KV pool in tokens, ``context_length`` the most tokens of one request,
+    prompt and output together; ``stream_interval`` is tokens between two messages of a streamed request.
+    ``incarnation`` is the name under which this start of the server can be told from another.
+    The tokenizer is never loaded: the engine answers ``/generate`` with ``input_ids`` only.
+    """
+    flags = {
+        "model-path": str(model_dir),
+        "host": host,
+        "port": str(port),
+        "device": "cpu",
+        "dtype": "float32",
+        "weight-version": str(weight_version),
+        "served-model-name": incarnation,
+        "context-length": str(context_length),
+        "max-total-tokens": str(max_total_tokens),
+        "max-running-requests": str(max_running_requests),
+        "chunked-prefill-size": "4096",
+        "mem-fraction-static": "0.2",
+        "attention-backend": "torch_native",
+        "sampling-backend": "pytorch",
+        "sampling-defaults": "openai",  # a checkpoint's generation_config.json must not change how we sample
+        "cuda-graph-backend-decode": "disabled",
+        "cuda-graph-backend-prefill": "disabled",
+        "stream-interval": str(stream_interval),
+        "log-level": "warning",
+    }
+    switches = [
+        "--skip-tokenizer-init",
+        "--incremental-streaming-output",
+        "--sleep-on-idle",
+        "--disable-overlap-schedule",
+    ]
+    options = [part for name, value in flags.items() for part in (f"--{name}", value)]
+    return [sys.executable, "-m", "sglang.launch_server", *options, *switches]
+
+
+def engine_environment(scratch: Path | None = None, base: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Environment of one start of the server; ask again for every start.
+
+    ``scratch`` is an existing folder for the file in which the process group meets (the system's temporary folder
+    if None). The file is new for every start: one left by a killed engine would confuse the next.
+    """
+    meeting_point = (scratch or Path(tempfile.gettempdir())).absolute() / f"engine-{uuid.uuid4().hex}.store"
+    return {
+        **base,
+        "SGLANG_PLATFORM": "gyre_torch_cpu",
+        "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{meeting_point}",
+        "SGLANG_TIMEOUT_KEEP_ALIVE": str(HTTP_KEEP_ALIVE_S),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+        "NO_PROXY": "127.0.0.1,localhost,::1",  # the server warms itself up over HTTP
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }

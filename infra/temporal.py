@@ -1,0 +1,25 @@
+"""The Temporal client, with gyre's data converter and clear errors."""
+
+from __future__ import annotations
+
+from temporalio.client import Client
+from temporalio.contrib.pydantic import pydantic_data_converter
+from temporalio.service import RPCError
+
+from infra.settings import Settings
+
+
+class TemporalUnreachable(RuntimeError):
+    """No Temporal server answers at the configured address."""
+
+
+async def connect(settings: Settings) -> Client:
+    try:
+        return await Client.connect(
+            settings.temporal, namespace=settings.temporal_namespace, data_converter=pydantic_data_converter
+        )
+    except (RPCError, RuntimeError) as error:
+        raise TemporalUnreachable(
+            f"no Temporal server at {settings.temporal}: start the local stack with `gyre up`, "
+            f"or set GYRE_TEMPORAL_ADDRESS ({error})"
+        ) from error

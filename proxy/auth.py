@@ -1,0 +1,71 @@
+"""Who may ask: an API key stands for one generation of one episode. The key is all that a harness knows of gyre.
+
+Everything refused here is a 400, never a 401: harnesses retry a 401 for minutes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pydantic import ValidationError
+from redis.asyncio import Redis
+
+from infra import keys
+from proxy.errors import KeyRefused
+
+_REMEMBERED = 4096
+
+
+@dataclass(frozen=True)
+class Admission:
+    key: keys.EpisodeKey
+    calls: int
+    """Recorded calls of the episode."""
+
+
+def api_key(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """The key of a request, from ``Authorization: Bearer`` or ``x-api-key``. Raises KeyRefused if there is none."""
+    for name, value in headers:
+        if name == b"authorization" and value[:7].lower() == b"bearer " and value[7:].strip():
+            return value[7:].strip().decode("latin-1")
+        if name == b"x-api-key" and value.strip():
+            return value.strip().decode("latin-1")
+    raise KeyRefused("none was given")
+
+
+class Keyring:
+    """Checks keys against Redis on every call, so that a revoked key is refused at once; remembers only parsing."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = redis
+        self._read: dict[str, tuple[bytes | str, keys.EpisodeKey]] = {}
+
+    async def admit(self, secret: str) -> Admission:
+        """Raises KeyRefused for an unknown, revoked or outdated key."""
+        known = self._read.get(secret)
+        if known is None:
+            known = self._remember(secret, await self._redis.get(keys.key(secret)))
+        episode = known[1].episode
+        pipeline = self._redis.pipeline(transaction=False)
+        pipeline.get(keys.key(secret))
+        pipeline.get(keys.generation_of(episode))
+        pipeline.llen(keys.calls(episode))
+        data, generation, calls = await pipeline.execute()
+        key = known[1] if data == known[0] else self._remember(secret, data)[1]
+        if key.episode != episode or (generation is not None and key.generation < int(generation)):
+            raise KeyRefused("it belongs to an older generation of its episode")
+        return Admission(key, int(calls))
+
+    def _remember(self, secret: str, data: bytes | str | None) -> tuple[bytes | str, keys.EpisodeKey]:
+        self._read.pop(secret, None)
+        if data is None:
+            raise KeyRefused("unknown or revoked")
+        try:
+            key = keys.EpisodeKey.model_validate_json(data)
+        except ValidationError as fault:
+            raise KeyRefused("its entry is unreadable") from fault
+        while len(self._read) >= _REMEMBERED:
+            del self._read[next(iter(self._read))]
+        self._read[secret] = (data, key)
+        return self._read[secret]

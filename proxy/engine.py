@@ -1,0 +1,35 @@
+"""What the gateway needs of an inference engine; ``infra.sglang.client.EngineClient`` provides it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from infra.sglang.generation import Generation
+
+OnTokens = Callable[[list[int], list[float]], None]
+
+
+class Engine(Protocol):
+    """One engine process. Errors are those of ``infra.sglang.errors``."""
+
+    async def generate(
+        self,
+        input_ids: Sequence[int],
+        *,
+        rid: str,
+        max_new_tokens: int,
+        temperature: float,
+        stop_token_ids: Sequence[int],
+        version: int,
+        on_tokens: OnTokens | None = None,
+        deadline_s: float,
+    ) -> Generation:
+        """Sample until a stop token, ``max_new_tokens`` or an abort; with ``on_tokens`` tokens arrive in batches."""
+        ...
+
+    async def abort(self, rid: str, deadline_s: float = ...) -> None:
+        """End a request: its ``generate`` returns what was sampled. Raises EngineError when it doesn't in time."""
+        ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,165 @@
+"""What a proxy remembers of each episode: its ledger, the end of its record chain, and calls to answer again.
+
+All of it can be rebuilt from Redis; an episode is loaded when its first call arrives, and what other proxies have
+appended since is read before each call is matched. An episode that is idle is forgotten.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from proxy.calls import Turn
+from proxy.errors import RecordsLost
+from proxy.ledger import Ledger, Node
+from proxy.notes import TurnNote, decode, message_of
+from proxy.recorder import Recorder
+from trajectory import records
+
+
+@dataclass(eq=False)
+class Connection:
+    """One client connection. ``closed`` is set by the HTTP protocol."""
+
+    closed: bool = False
+
+
+@dataclass(eq=False)
+class Attempt:
+    """One call from its arrival to its acknowledgement: being sampled, or recorded and not yet used."""
+
+    rid: str
+    generation: int
+    """Of the key that asked for it; an unrecorded call of an older generation will never be recorded."""
+    turn: asyncio.Future[Turn]
+    connections: set[Connection] = field(default_factory=set)
+    """Connections that wait for it or got it."""
+    waiting: int = 0
+    """Requests that wait for it now."""
+    deliveries: int = 0
+    """How often it was delivered whole."""
+    left_at: float = 0.0
+    """Monotonic time at which the last request stopped waiting."""
+    node: Node | None = None
+    """The recorded turn."""
+
+    @property
+    def acknowledged(self) -> bool:
+        return self.node is not None and self.node.acknowledged
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether a request that is sent again gets this turn instead of a new sample.
+
+        A connection that is still open means a second, parallel request. A turn that was delivered whole twice is
+        not given a third time: a harness that asks again and again wants another sample.
+        """
+        lost = not self.waiting and all(connection.closed for connection in self.connections)
+        return lost and not self.acknowledged and self.deliveries < 2
+
+
+@dataclass(eq=False)
+class Episode:
+    name: str
+    ledger: Ledger
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while records are read or appended; never while a turn is sampled."""
+    tail: str = records.FIRST_HASH
+    cells: list[str] = field(default_factory=list)
+    """The cell that finished each call."""
+    attempts: dict[bytes, list[Attempt]] = field(default_factory=dict)
+    lost: Counter[bytes] = field(default_factory=Counter)
+    """Request digest -> generations of it that died with a proxy, unrecorded."""
+    swept: bool = False
+    """Calls left open by dead proxies have been looked for."""
+    running: int = 0
+    used_at: float = field(default_factory=time.monotonic)
+
+    def repeated(self, key: bytes, generation: int) -> Attempt | None:
+        """The call that a re-sent request joins or gets replayed, if any; the latest if there are several."""
+        for attempt in reversed(self.attempts.get(key, [])):
+            if attempt.repeatable and (attempt.node is not None or attempt.generation == generation):
+                return attempt
+        return None
+
+    def forget_acknowledged(self) -> None:
+        for key, attempts in list(self.attempts.items()):
+            attempts[:] = [attempt for attempt in attempts if not attempt.acknowledged]
+            if not attempts:
+                del self.attempts[key]
+
+    def forget(self, key: bytes, attempt: Attempt) -> None:
+        """A call failed: the same request is a new call."""
+        attempts = self.attempts.get(key, [])
+        if attempt in attempts:
+            attempts.remove(attempt)
+
+
+class Episodes:
+    def __init__(self, recorder: Recorder, new_ledger: Callable[[], Ledger], *, idle_s: float) -> None:
+        self._recorder, self._new_ledger, self._idle_s = recorder, new_ledger, idle_s
+        self._known: dict[str, Episode] = {}
+
+    async def get(self, name: str, calls: int) -> Episode:
+        """The episode, with at least its first ``calls`` records. Raises RecordsLost, RecordError."""
+        episode = self._known.get(name)
+        if episode is None:
+            self._forget_idle()
+            episode = self._known[name] = Episode(name, self._new_ledger())
+        episode.used_at = time.monotonic()
+        if calls != len(episode.ledger.turns):
+            async with episode.lock:  # appends of this process included: the number may be outdated by now
+                left = await self._recorder.count(name)
+                if left < len(episode.ledger.turns):
+                    raise RecordsLost(f"{left} records of {name} are left of {len(episode.ledger.turns)}")
+                if left > len(episode.ledger.turns):
+                    await self.catch_up(episode)
+        return episode
+
+    async def catch_up(self, episode: Episode) -> list[Attempt]:
+        """Read what has been appended since; the caller holds the lock. Returns the calls read."""
+        start = len(episode.ledger.turns)
+        found = []
+        for position, (data, noted) in enumerate(await self._recorder.read(episode.name, start)):
+            record = records.decode(data)
+            if record.seq != start + position or record.prev != episode.tail or noted is None:
+                raise RecordsLost(f"record {start + position} of {episode.name} is missing or out of order")
+            note = decode(noted)
+            node = episode.ledger.restore(record, note)
+            episode.tail = records.record_hash(data)
+            episode.cells.append(record.cells[-1])
+            found.append(self._offer(episode, record, note, node))
+        episode.forget_acknowledged()
+        return found
+
+    @staticmethod
+    def _offer(episode: Episode, record: records.CallRecord, note: TurnNote, node: Node) -> Attempt:
+        """Keep a recorded turn that nobody here has delivered, for a request that is sent again."""
+        turn = Turn(
+            response_id=note.response_id,
+            created=int(record.started_at),
+            message=message_of(note.message),
+            finish_reason=record.finish_reason,
+            prompt_tokens=node.end - len(record.output_ids),
+            output_tokens=len(record.output_ids),
+            cached_tokens=note.cached_tokens,
+        )
+        done: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
+        done.set_result(turn)
+        attempts = episode.attempts.setdefault(attempt_key(record.agent, note.digest), [])
+        attempt = Attempt(note.rid, -1, done, node=node)
+        attempts.append(attempt)
+        return attempt
+
+    def _forget_idle(self) -> None:
+        oldest = time.monotonic() - self._idle_s
+        for name, episode in list(self._known.items()):
+            if episode.used_at < oldest and not episode.running and not episode.lock.locked():
+                del self._known[name]
+
+
+def attempt_key(agent: str, digest: bytes) -> bytes:
+    return agent.encode() + b"\0" + digest

@@ -1,0 +1,22 @@
+"""The watermark's counts: an activity that runs twice counts once."""
+
+from __future__ import annotations
+
+from redis.asyncio import Redis
+
+from infra import demand
+
+
+async def test_repeated_starts_and_ends_count_once(redis: Redis) -> None:
+    await demand.open_step(redis, "r", 0, 3)
+    for _ in range(2):
+        await demand.episode_started(redis, "r", 0, "a")
+    assert await demand.demand_of(redis, "r", 0) == demand.Demand(total=3, running=1, ended=0)
+    for _ in range(2):
+        await demand.episode_ended(redis, "r", 0, "a")
+    counted = await demand.demand_of(redis, "r", 0)
+    assert (counted.unfinished, counted.running) == (2, 0)
+
+
+async def test_a_step_that_is_not_known_has_no_total(redis: Redis) -> None:
+    assert (await demand.demand_of(redis, "r", 7)).total == 0

@@ -1,0 +1,31 @@
+"""Fixtures of the proxy tests."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import aiohttp
+import pytest
+from proxy_parts import World, write_tokenizer
+from redis.asyncio import Redis
+
+from infra.chat.renderer import ChatMLRenderer
+
+
+@pytest.fixture(scope="session")
+def renderer(tmp_path_factory: pytest.TempPathFactory) -> ChatMLRenderer:
+    return ChatMLRenderer(write_tokenizer(tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"), compact_tools=True)
+
+
+@pytest.fixture
+async def world(redis: Redis, renderer: ChatMLRenderer) -> AsyncIterator[World]:
+    world = World(redis, renderer)
+    yield world
+    for proxy in world.proxies:
+        await proxy.stop()
+
+
+@pytest.fixture
+async def session() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession() as session:
+        yield session

@@ -1,0 +1,96 @@
+"""Who has trained what: each micro-step in exactly one living sum, whatever is lost on the way."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from workflows.contracts import MicroStepRef, TrainerReady
+from workflows.gradient_ledger import GradientLedger
+
+
+def ready(cell: int, incarnation: str, core: bool = False) -> TrainerReady:
+    return TrainerReady(cell=f"cell-{cell}", incarnation=incarnation, epoch=1, core=core, unfinished=0)
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    @initialize()
+    def start(self) -> None:
+        self.ledger = GradientLedger()
+        self.added: set[str] = set()
+        self.births = 0
+
+    @rule(tokens=st.integers(1, 5000))
+    def group_finishes(self, tokens: int) -> None:
+        ref = f"m{len(self.added)}"
+        self.added.add(ref)
+        self.ledger.add([MicroStepRef(ref=ref, tokens=tokens, targets=1)])
+
+    @rule(cell=st.integers(0, 2))
+    def a_fresh_replica_joins(self, cell: int) -> None:
+        self.births += 1
+        assert self.ledger.join(ready(cell, f"i{self.births}"))
+
+    @precondition(lambda self: self.ledger.idle and self.ledger.waiting)
+    @rule(tokens=st.integers(0, 9000))
+    def claim(self, tokens: int) -> None:
+        assert self.ledger.claim(self.ledger.idle[0].ready.incarnation, tokens)
+
+    @precondition(lambda self: any(not t.idle for t in self.ledger.trainers.values()))
+    @rule()
+    def claim_ends(self) -> None:
+        busy = next(t for t in self.ledger.trainers.values() if not t.idle)
+        self.ledger.done(busy.ready.incarnation)
+
+    @precondition(lambda self: self.ledger.trainers)
+    @rule()
+    def replica_is_lost(self) -> None:
+        incarnation = next(iter(self.ledger.trainers))
+        self.ledger.lose(incarnation)
+        assert not self.ledger.join(ready(0, incarnation)), "a lost incarnation is fenced for good"
+
+    @invariant()
+    def each_micro_step_is_in_one_place(self) -> None:
+        places = list(self.ledger.waiting)
+        for trainer in self.ledger.trainers.values():
+            places += trainer.claimed + trainer.summed
+        assert sorted(places) == sorted(self.added)
+
+    @invariant()
+    def complete_means_that_living_sums_hold_everything(self) -> None:
+        if self.ledger.complete:
+            summed = [ref for trainer in self.ledger.trainers.values() for ref in trainer.summed]
+            assert sorted(summed) == sorted(self.added)
+
+
+TestLedger = LedgerMachine.TestCase
+TestLedger.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_the_core_is_the_one_that_the_scheduler_named() -> None:
+    ledger = GradientLedger()
+    ledger.join(ready(0, "a"))
+    assert ledger.core is not None and ledger.core.ready.incarnation == "a"
+    ledger.join(ready(1, "b", core=True))
+    assert ledger.core.ready.incarnation == "b"
+
+
+def test_a_micro_step_that_is_told_twice_is_trained_once() -> None:
+    ledger = GradientLedger()
+    ledger.add([MicroStepRef(ref="m", tokens=1, targets=1)] * 2)
+    ledger.join(ready(0, "a"))
+    assert ledger.claim("a", 100) == ["m"]
+    ledger.add([MicroStepRef(ref="m", tokens=1, targets=1)])
+    assert not ledger.waiting
+
+
+def test_a_replaced_replica_gives_its_work_back() -> None:
+    ledger = GradientLedger()
+    ledger.add([MicroStepRef(ref=f"m{i}", tokens=1, targets=1) for i in range(3)])
+    ledger.join(ready(0, "a"))
+    ledger.claim("a", 1)
+    ledger.done("a")
+    ledger.claim("a", 1)
+    ledger.join(ready(0, "b"))
+    assert sorted(ledger.waiting) == ["m0", "m1", "m2"]

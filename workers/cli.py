@@ -1,0 +1,350 @@
+"""The `gyre` command. Every command answers a fault with one clear line and exit code 2.
+
+Commands are thin: they read arguments, call one function, and print. Read commands take `--json`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any, ParamSpec
+
+import typer
+from pydantic import ValidationError
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+from rich.console import Console
+from temporalio.client import Client, WorkflowUpdateFailedError
+from temporalio.common import WorkflowIDReusePolicy
+from temporalio.exceptions import WorkflowAlreadyStartedError
+from temporalio.service import RPCError, RPCStatusCode
+
+from infra.blobs import BlobStore
+from infra.settings import Settings
+from infra.temporal import TemporalUnreachable, connect
+from workers.errors import UsageError
+from workflows import names
+from workflows.contracts import PauseRequest, ResizeRequest, SubmitStep
+from workflows.run import Run, RunState
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help="Train coding agents, durably.")
+submit = typer.Typer(no_args_is_help=True, help="Submit a run, or a step of a run.")
+app.add_typer(submit, name="submit")
+console = Console()
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+RunName = Annotated[str, typer.Argument(help="Name of the run.")]
+
+P = ParamSpec("P")
+
+
+def command(function: Callable[P, Awaitable[None]]) -> Callable[P, None]:
+    """An async command: faults of use become one line on stderr and exit code 2."""
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        async def main() -> None:
+            await function(*args, **kwargs)
+
+        try:
+            asyncio.run(main())
+        except (UsageError, TemporalUnreachable) as error:
+            fail(str(error))
+        except ValidationError as error:
+            from workers.configuration import describe
+
+            fail(f"settings: {describe(error)} (environment variables GYRE_*)")
+        except RedisError as error:
+            fail(
+                f"no Redis at {Settings().redis}: start the local stack with `gyre up`, or set GYRE_REDIS_URL ({error})"
+            )
+        except WorkflowUpdateFailedError as error:
+            fail(str(error.cause or error))
+        except RPCError as error:
+            if error.status is RPCStatusCode.NOT_FOUND:
+                fail("there is no such run, or it has ended: `gyre status` lists the runs")
+            fail(f"Temporal: {error}")
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+
+    return run
+
+
+def fail(message: str) -> None:
+    print(f"gyre: {message}", file=sys.stderr)
+    raise typer.Exit(2)
+
+
+def show(value: Any) -> None:
+    print(json.dumps(value, indent=1, default=str))
+
+
+@asynccontextmanager
+async def connected() -> AsyncIterator[tuple[Settings, Client, Redis]]:
+    settings = Settings()
+    client = await connect(settings)
+    redis = Redis.from_url(settings.redis)
+    try:
+        await redis.ping()
+        yield settings, client, redis
+    finally:
+        await redis.aclose()
+
+
+# --- the local stack ----------------------------------------------------------------------------------------------
+
+
+@app.command()
+@command
+async def up() -> None:
+    """Start the local stack: Temporal, Valkey, the proxy, workers and cells."""
+    from workers.local import up as start
+
+    settings = Settings()
+    await start(settings, lambda line: console.print(line, highlight=False))
+    console.print(f"the stack is up; Temporal UI: {settings.temporal_ui}", highlight=False)
+
+
+@app.command()
+@command
+async def down() -> None:
+    """End the local stack. Its state stays in GYRE_HOME."""
+    from workers.local import down as stop
+
+    ended = await stop(Settings())
+    console.print("the stack is down" if ended else "nothing was running")
+
+
+@app.command()
+@command
+async def status(as_json: Json = False) -> None:
+    """Processes, cells and runs."""
+    from workers.status import collect, print_status
+
+    found = await collect(Settings())
+    if as_json:
+        show(found)
+    else:
+        print_status(found, console)
+
+
+@app.command()
+@command
+async def doctor(as_json: Json = False) -> None:
+    """Check every component and say how to mend what is wrong. Exit code 1 when something is."""
+    from workers.doctor import examine
+
+    findings = await examine(Settings())
+    if as_json:
+        show([finding.model_dump() for finding in findings])
+    else:
+        for finding in findings:
+            mark = "[green]ok  [/]" if finding.ok else "[red]fault[/]"
+            console.print(f"{mark} {finding.part:<16} {finding.detail}", highlight=False)
+            if not finding.ok and finding.mend:
+                console.print(f"      mend: {finding.mend}", highlight=False)
+    if not all(finding.ok for finding in findings):
+        raise typer.Exit(1)
+
+
+# --- runs ---------------------------------------------------------------------------------------------------------
+
+
+@submit.command("run")
+@command
+async def submit_run(
+    config: Annotated[Path, typer.Argument(help="Run configuration (TOML).")],
+    follow: Annotated[bool, typer.Option("--watch", help="Show progress until the run has ended.")] = False,
+) -> None:
+    """Start a run from a configuration file."""
+    from workers.configuration import check, read_config
+    from workers.progress import watch as follow_run
+
+    read = read_config(config)
+    async with connected() as (settings, client, redis):
+        check(read, settings)
+        try:
+            await client.start_workflow(
+                Run.run,
+                RunState(config=read, pool=settings.pool),
+                id=names.run_id(read.name),
+                task_queue=names.CONTROL_QUEUE,
+                id_reuse_policy=WorkflowIDReusePolicy.REJECT_DUPLICATE,
+                static_summary=f"run {read.name}: {read.steps} updates of {read.tasks_per_step} × {read.group_size}",
+            )
+        except WorkflowAlreadyStartedError:
+            raise UsageError(f"there is a run {read.name!r} already: give this one another name") from None
+        console.print(f"run {read.name} is submitted: gyre watch {read.name}", highlight=False)
+        if follow:
+            await follow_run(client, redis, settings, read.name, console=console)
+
+
+@submit.command("step")
+@command
+async def submit_step(
+    run: Annotated[str, typer.Option("--run", help="Name of the run.")],
+    train: Annotated[bool, typer.Option("--train", help="A training step; otherwise an evaluation.")] = False,
+    tasks: Annotated[int, typer.Option(help="How many tasks.")] = 200,
+    request_id: Annotated[str, typer.Option(help="Repeat a request under the same id without doing it twice.")] = "",
+) -> None:
+    """Queue a step of a run that goes on."""
+    request = SubmitStep(request_id=request_id or uuid.uuid4().hex, train=train, tasks=tasks)
+    async with connected() as (_, client, _redis):
+        handle = client.get_workflow_handle_for(Run.run, names.run_id(run))
+        queued = await handle.execute_update(Run.submit_step, request, id=request.request_id)
+    console.print(f"queued: {queued} step(s) wait")
+
+
+@app.command()
+@command
+async def watch(run: RunName, as_json: Json = False) -> None:
+    """Live progress of a run: step, watermark, the cells' roles, pass rate."""
+    from workers.progress import as_json as view_json
+    from workers.progress import look
+    from workers.progress import watch as follow_run
+
+    async with connected() as (settings, client, redis):
+        if as_json:
+            show(view_json(await look(client, redis, settings, run)))
+        else:
+            await follow_run(client, redis, settings, run, console=console)
+
+
+@app.command()
+@command
+async def pause(
+    run: RunName, hold: Annotated[bool, typer.Option(help="Also hold the calls of running episodes.")] = False
+) -> None:
+    """Stop admitting episodes; running ones go to their end."""
+    request = PauseRequest(request_id=uuid.uuid4().hex, hold=hold)
+    async with connected() as (_, client, _redis):
+        handle = client.get_workflow_handle_for(Run.run, names.run_id(run))
+        console.print(await handle.execute_update(Run.pause, request))
+
+
+@app.command()
+@command
+async def resume(run: RunName) -> None:
+    """Go on after a pause."""
+    request = PauseRequest(request_id=uuid.uuid4().hex)
+    async with connected() as (_, client, _redis):
+        handle = client.get_workflow_handle_for(Run.run, names.run_id(run))
+        console.print(await handle.execute_update(Run.resume, request))
+
+
+@app.command()
+@command
+async def resize(cells: Annotated[list[str], typer.Argument(help="Names of all cells of the pool.")]) -> None:
+    """Set the cells of the pool; those left out serve no more."""
+    request = ResizeRequest(request_id=uuid.uuid4().hex, cells=cells)
+    async with connected() as (settings, client, _redis):
+        handle = client.get_workflow_handle(names.scheduler_id(settings.pool))
+        resized: list[str] = await handle.execute_update("resize", request, result_type=list[str])
+        console.print(", ".join(resized))
+
+
+@app.command()
+@command
+async def cancel(run: RunName) -> None:
+    """Cancel a run, its steps and its episodes; what was trained stays."""
+    async with connected() as (_, client, _redis):
+        await client.get_workflow_handle(names.run_id(run)).cancel()
+    console.print(f"run {run} is being cancelled")
+
+
+# --- what was recorded --------------------------------------------------------------------------------------------
+
+
+@app.command()
+@command
+async def episodes(
+    run: RunName,
+    step: Annotated[int | None, typer.Option(help="Only this step.")] = None,
+    outcome: Annotated[str, typer.Option(help="Only this outcome.")] = "",
+    as_json: Json = False,
+) -> None:
+    """Every episode of a run: why it ended, its reward, its calls and times."""
+    from workers.episodes import episode_line, sealed_episodes
+
+    found = sealed_episodes(BlobStore(Settings().blobs), run, step, outcome)
+    if as_json:
+        show(found)
+    else:
+        for seal in found:
+            console.print(episode_line(seal), highlight=False, soft_wrap=True)
+
+
+@app.command("show")
+@command
+async def show_episode(
+    episode: Annotated[str, typer.Argument(help="RUN/STEP/GROUP/INDEX, as `gyre episodes` prints it.")],
+    as_json: Json = False,
+) -> None:
+    """The trajectory tree of an episode, readable."""
+    from workers.episodes import episode_json, episode_tree, load_episode
+
+    settings = Settings()
+    seal, records = load_episode(BlobStore(settings.blobs), episode)
+    if as_json:
+        show(episode_json(seal, records))
+    else:
+        console.print(episode_tree(seal, records, settings.policy))
+
+
+@app.command()
+@command
+async def replay(
+    run: RunName, step: Annotated[int, typer.Argument(help="Number of the step.")], as_json: Json = False
+) -> None:
+    """Recompute a recorded step's gradient on one cell, offline, and print the difference."""
+    from workers.replay import replay_step
+
+    result = await asyncio.to_thread(replay_step, Settings(), run, step)
+    if as_json:
+        show(result.model_dump())
+    else:
+        console.print(result.describe(), highlight=False)
+    if not result.equal:
+        raise typer.Exit(1)
+
+
+# --- quickstart ---------------------------------------------------------------------------------------------------
+
+
+@app.command()
+@command
+async def policy(
+    seed: Annotated[int, typer.Option(help="Seed of the warm start.")] = 0,
+) -> None:
+    """Make the tiny policy (about a minute of CPU), or reuse it; prints its folder."""
+    from workers.quickstart import prepare
+
+    console.print(str(await asyncio.to_thread(prepare, seed, lambda line: console.print(line, highlight=False))))
+
+
+@app.command()
+@command
+async def quickstart(
+    seed: Annotated[int, typer.Option(help="Seed of the policy, the tasks and the run.")] = 0,
+    steps: Annotated[int, typer.Option(help="Updates.")] = 20,
+    staleness: Annotated[int, typer.Option(help="max_staleness of the run.")] = 0,
+    keep: Annotated[bool, typer.Option(help="Leave the stack running at the end.")] = False,
+) -> None:
+    """Prepare the tiny policy, start the stack, train it, draw its pass-rate curve."""
+    from workers.quickstart import run_quickstart
+
+    await run_quickstart(seed=seed, steps=steps, staleness=staleness, keep=keep, console=console)
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""`gyre episodes` and `gyre show`: what became of every episode, from the seals in the blob store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import orjson
+from rich.tree import Tree
+
+from activities.trajectories import seal_name, unpack_records
+from infra.blobs import BlobMissing, BlobStore
+from infra.chat.renderer import ChatMLRenderer
+from trajectory.kinds import classify
+from trajectory.records import CallRecord, decode_chain
+from workers.errors import UsageError
+
+
+def sealed_episodes(blobs: BlobStore, run: str, step: int | None, outcome: str = "") -> list[dict[str, Any]]:
+    """The seals of a run's episodes, in order. Raises UsageError when the run has none."""
+    prefix = f"episodes/{run}" + (f"/{step:06d}" if step is not None else "")
+    seals = [orjson.loads(blobs.get_named(name)) for name in blobs.names(prefix)]
+    if not seals:
+        where = f"run {run!r}" + (f" step {step}" if step is not None else "")
+        raise UsageError(f"{where} has no sealed episodes: `gyre status` lists the runs")
+    return [seal for seal in seals if not outcome or seal["outcome"] == outcome]
+
+
+def episode_line(seal: dict[str, Any]) -> str:
+    reward = "excluded" if seal["reward"] is None else f"{seal['reward']:.2f}"
+    ended = seal["exit"]
+    return (
+        f"{seal['episode']}  {seal['outcome']:<16} reward {reward:<8} {seal['calls']:>3} calls  "
+        f"active {ended['active_s']:6.1f} s  held {ended['held_s']:5.1f} s  {seal['detail']}"
+    )
+
+
+def load_episode(blobs: BlobStore, episode: str) -> tuple[dict[str, Any], list[CallRecord]]:
+    """Seal and call records. Raises UsageError for an episode that isn't sealed."""
+    try:
+        seal = orjson.loads(blobs.get_named(seal_name(episode)))
+    except BlobMissing:
+        raise UsageError(f"there is no sealed episode {episode!r}: `gyre episodes RUN` lists them") from None
+    return seal, decode_chain(unpack_records(blobs.get(seal["records_ref"])))
+
+
+def episode_json(seal: dict[str, Any], records: list[CallRecord]) -> dict[str, Any]:
+    """Seal and calls for programs: token ids, log-probs and versions as lists."""
+    kinds = {leaf.seq: str(leaf.kind) for leaf in classify(records)}
+    calls = []
+    for record in records:
+        call = {field: getattr(record, field) for field in record.__struct_fields__ if not field.endswith("_bytes")}
+        for column in ("prompt_ids", "output_ids", "logprobs", "versions"):
+            call[column] = getattr(record, column).tolist()
+        calls.append({**call, "kind": kinds.get(record.seq, "")})
+    return {**seal, "records": calls}
+
+
+def episode_tree(seal: dict[str, Any], records: list[CallRecord], policy: Path) -> Tree:
+    """The trajectory tree for people: a branch per call, its prompt and what was sampled, and how leaves count."""
+    renderer = ChatMLRenderer(policy / "tokenizer.json")
+    kinds = {leaf.seq: leaf.kind for leaf in classify(records)}
+    root = Tree(f"[bold]{seal['episode']}[/] · {seal['task']} · {seal['outcome']} · reward {seal['reward']}")
+    branches: dict[int, Tree] = {-1: root}
+    for record in records:
+        kind = kinds.get(record.seq)
+        versions = ",".join(map(str, sorted(set(record.versions.tolist()))))
+        label = f"call {record.seq}" + (f" [green]{kind}[/]" if kind else "")
+        label += f" · v{versions} · {'→'.join(record.cells)} · {record.finish_reason}"
+        branch = branches[record.parent].add(label)
+        prompt = renderer.tokenizer.decode(record.prompt_ids.tolist(), skip_special_tokens=False)
+        sampled = renderer.tokenizer.decode(record.output_ids.tolist(), skip_special_tokens=False)
+        branch.add(f"[dim]+{len(record.prompt_ids)} prompt tokens (keeps {record.kept})[/] {_short(prompt)}")
+        branch.add(f"[cyan]{len(record.output_ids)} sampled[/] {_short(sampled)}")
+        # A linear conversation reads as a list, not as a staircase: only a fork opens a new level.
+        branches[record.seq] = branches[record.parent] if _continued_once(records, record.seq) else branch
+    return root
+
+
+def _continued_once(records: list[CallRecord], seq: int) -> bool:
+    return sum(record.parent == seq for record in records) <= 1
+
+
+def _short(text: str, limit: int = 300) -> str:
+    flat = text.replace("\n", "⏎").replace("[", "\\[")
+    return flat if len(flat) <= limit else f"{flat[: limit // 2]} … {flat[-limit // 2 :]}"

@@ -1,0 +1,48 @@
+"""Peak memory of the local stack: proportional set sizes of every process, so that shared pages count once."""
+
+from __future__ import annotations
+
+import time
+
+import psutil
+
+from infra.settings import Settings
+from workers.local import read_state
+
+EVERY_S = 10.0
+"""Reading PSS walks every page table: seldom is enough."""
+
+
+class PeakMemory:
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._looked = 0.0
+        self.peak_bytes = 0
+
+    @property
+    def peak_gib(self) -> float:
+        return self.peak_bytes / 2**30
+
+    def look(self) -> None:
+        if time.monotonic() - self._looked < EVERY_S:
+            return
+        self._looked = time.monotonic()
+        state = read_state(self._settings)
+        if state is None:
+            return
+        total = 0
+        for process in state["processes"].values():
+            try:
+                tree = psutil.Process(process["pid"])
+                members = [tree, *tree.children(recursive=True)]
+            except psutil.Error:
+                continue  # it has just been restarted
+            total += sum(_pss(member) for member in members)
+        self.peak_bytes = max(self.peak_bytes, total)
+
+
+def _pss(process: psutil.Process) -> int:
+    try:
+        return int(process.memory_full_info().pss)
+    except psutil.Error:
+        return 0  # ended meanwhile

@@ -1,0 +1,197 @@
+"""The local stack's supervisor: `python -m workers.stack`, started detached by `gyre up`.
+
+It starts every process of `workers.processes`, restarts one that ends, and ends them all on SIGTERM, in reverse
+order. What it knows is in ``home/stack.json`` for `gyre status`; each process it started is also in
+``home/pids/NAME.json`` (pid and start time), so that `gyre down` can end what a killed supervisor left behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+
+from infra.settings import Settings
+from workers.processes import ProcessSpec, local_stack
+
+log = logging.getLogger("gyre.stack")
+
+READY_S = 240.0
+BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 5.0)
+CALM_S = 60.0
+"""A process that ran this long is restarted without back-off again."""
+
+
+def process_start_time(pid: int) -> int | None:
+    """Field 22 of /proc/PID/stat: with the pid, the identity of a process. None when there is no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = stat.rsplit(")", 1)[1].split()
+    return None if fields[0] == "Z" else int(fields[19])
+
+
+def write_json(path: Path, value: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(value, indent=1), encoding="utf-8")
+    os.replace(part, path)
+
+
+@dataclass
+class Supervised:
+    spec: ProcessSpec
+    process: asyncio.subprocess.Process | None = None
+    restarts: int = -1
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    started: float = 0.0
+
+
+class Stack:
+    def __init__(self, settings: Settings, specs: Sequence[ProcessSpec]) -> None:
+        self._settings = settings
+        self._children = {spec.name: Supervised(spec) for spec in specs}
+        self._stopping = asyncio.Event()
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stopping.set)
+        for folder in ("logs", "pids", "valkey", "workers", "proxy", "episodes"):
+            (self._settings.root / folder).mkdir(parents=True, exist_ok=True)
+        for cell in self._settings.cell_names():
+            (self._settings.root / "cells" / cell).mkdir(parents=True, exist_ok=True)
+        tasks = [asyncio.create_task(self._supervise(child)) for child in self._children.values()]
+        await self._stopping.wait()
+        self._report()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for child in reversed(self._children.values()):
+            await self._stop(child)
+        (self._settings.root / "stack.json").unlink(missing_ok=True)
+
+    async def _supervise(self, child: Supervised) -> None:
+        for name in child.spec.after:
+            await self._children[name].ready.wait()
+        failures = 0
+        while True:
+            await self._start(child)
+            ready = asyncio.create_task(self._wait_ready(child))
+            assert child.process is not None
+            code = await child.process.wait()
+            ready.cancel()
+            child.ready.clear()
+            self._end_group(child)
+            failures = 0 if time.monotonic() - child.started > CALM_S else failures + 1
+            log.warning("%s ended with code %s; it is started again", child.spec.name, code)
+            self._report()
+            await asyncio.sleep(BACKOFF_S[min(failures, len(BACKOFF_S) - 1)])
+
+    async def _start(self, child: Supervised) -> None:
+        spec = child.spec
+        if spec.socket is not None:
+            spec.socket.unlink(missing_ok=True)
+        with (self._settings.logs / f"{spec.name}.log").open("ab") as output:
+            child.process = await asyncio.create_subprocess_exec(
+                *spec.command(),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=dict(spec.environment()),
+                start_new_session=True,  # its own group, so that what it starts can be ended with it
+            )
+        child.started = time.monotonic()
+        child.restarts += 1
+        pid = child.process.pid
+        write_json(self._pid_file(spec.name), {"pid": pid, "start_time": process_start_time(pid)})
+        self._report()
+
+    async def _wait_ready(self, child: Supervised) -> None:
+        while not await is_ready(child.spec):
+            await asyncio.sleep(0.1)
+        child.ready.set()
+        self._report()
+
+    async def _stop(self, child: Supervised) -> None:
+        process = child.process
+        if process is not None and process.returncode is None:
+            process.terminate()
+            try:
+                await asyncio.wait_for(process.wait(), child.spec.stop_s)
+            except TimeoutError:
+                log.warning("%s does not end by itself and is killed", child.spec.name)
+        self._end_group(child)
+        self._pid_file(child.spec.name).unlink(missing_ok=True)
+
+    @staticmethod
+    def _end_group(child: Supervised) -> None:
+        if child.process is not None:
+            kill_group(child.process.pid)
+
+    def _pid_file(self, name: str) -> Path:
+        return self._settings.root / "pids" / f"{name}.json"
+
+    def _report(self) -> None:
+        processes = {
+            name: {
+                "pid": child.process.pid if child.process is not None else 0,
+                "ready": child.ready.is_set(),
+                "restarts": max(0, child.restarts),
+            }
+            for name, child in self._children.items()
+        }
+        state = {
+            "pid": os.getpid(),
+            "start_time": process_start_time(os.getpid()),
+            "stopping": self._stopping.is_set(),
+            "settings": self._settings.model_dump(mode="json"),
+            "processes": processes,
+        }
+        write_json(self._settings.root / "stack.json", state)
+
+
+def kill_group(pgid: int) -> None:
+    """SIGKILL to a process group; gone already is fine."""
+    try:
+        os.killpg(pgid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+async def is_ready(spec: ProcessSpec) -> bool:
+    """Whether the process answers where its spec says that it will."""
+    try:
+        if spec.http:
+            timeout = aiohttp.ClientTimeout(total=5)
+            async with aiohttp.ClientSession(timeout=timeout) as session, session.get(spec.http) as answer:
+                return answer.status == 200
+        if spec.socket is not None:
+            _, writer = await asyncio.open_unix_connection(str(spec.socket))
+        elif spec.listens is not None:
+            _, writer = await asyncio.open_connection(*spec.listens)
+        else:
+            return True
+        writer.close()
+    except (OSError, aiohttp.ClientError, TimeoutError):
+        return False
+    return True
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    settings = Settings()
+    asyncio.run(Stack(settings, local_stack(settings)).run())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""`gyre status`: the local stack's processes, the cells, and every run that Temporal knows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from temporalio.client import Client, WorkflowExecutionStatus
+
+from infra.settings import Settings
+from infra.temporal import TemporalUnreachable, connect
+from workers.errors import UsageError
+from workers.local import read_state
+from workers.progress import roles
+from workflows import names
+from workflows.scheduler import Scheduler
+
+
+async def collect(settings: Settings) -> dict[str, Any]:
+    """Raises UsageError when neither a local stack nor a Temporal server is there."""
+    stack = read_state(settings)
+    try:
+        client = await connect(settings)
+    except TemporalUnreachable as error:
+        if stack is None:
+            raise UsageError(f"the local stack is not running (`gyre up`), and {error}") from None
+        raise
+    scheduler = await client.get_workflow_handle_for(Scheduler.run, names.scheduler_id(settings.pool)).query(
+        Scheduler.status
+    )
+    return {
+        "temporal": settings.temporal,
+        "temporal_ui": settings.temporal_ui,
+        "processes": stack["processes"] if stack else {},
+        "pool": settings.pool,
+        "leased_to": scheduler.lease.run if scheduler.lease else "",
+        "cells": roles(scheduler),
+        "version": scheduler.version,
+        "reason": scheduler.reason,
+        "runs": await list_runs(client),
+    }
+
+
+async def list_runs(client: Client) -> list[dict[str, str]]:
+    found = []
+    async for execution in client.list_workflows("WorkflowType='gyre.Run'"):
+        status = execution.status or WorkflowExecutionStatus.RUNNING
+        if status is WorkflowExecutionStatus.CONTINUED_AS_NEW:
+            continue
+        started = execution.start_time.isoformat(timespec="seconds")
+        found.append({"run": execution.id.removeprefix("gyre/"), "status": status.name, "started": started})
+    return found
+
+
+def print_status(found: dict[str, Any], console: Console) -> None:
+    processes = Table("process", "pid", "ready", "restarts", box=None)
+    for name, process in found["processes"].items():
+        processes.add_row(name, str(process["pid"]), "yes" if process["ready"] else "no", str(process["restarts"]))
+    console.print(processes)
+    console.print(f"Temporal {found['temporal']}, UI {found['temporal_ui']}", highlight=False)
+    cells = " ".join(f"{cell}={role}" for cell, role in found["cells"].items())
+    leased = found["leased_to"] or "nobody"
+    console.print(f"pool {found['pool']}: {cells}; version {found['version']}; leased to {leased}", highlight=False)
+    console.print(f"last decision: {found['reason']}", highlight=False)
+    for run in found["runs"]:
+        console.print(f"run {run['run']}: {run['status']}, started {run['started']}", highlight=False)
