@@ -16,7 +16,8 @@ from activities.episode_runner import EpisodeRunner
 from activities.services import Services
 from infra.harness.adapters import HarnessUnavailable
 from infra.tasks.harbor import TaskInvalid
-from workflows.contracts import Contract, EpisodeExit, EpisodeInput
+from workflows.configuration import Contract
+from workflows.contracts import EpisodeExit, EpisodeInput
 
 TOKEN_FILE = "activity.json"
 

@@ -12,23 +12,16 @@ from pathlib import Path
 from temporalio import activity
 from temporalio.exceptions import ApplicationError
 
+from activities.record_names import config_name, latest_name, step_name
 from activities.services import Services
 from infra.blobs import BlobMissing
 from infra.harness.adapters import HarnessUnavailable, harness_named
-from infra.megatron.checkpoint import initial_candidate
 from infra.megatron.config import OptimizerConfig
 from infra.tasks.harbor import TaskInvalid, list_tasks, load_task
 from trajectory.loss_config import LossConfig
 from trajectory.process import TrajectoryConfig
-from workflows.contracts import CommitInput, RunConfig, RunFacts, StepResult
-
-
-def latest_name(run: str) -> str:
-    return f"runs/{run}/LATEST"
-
-
-def step_name(run: str, step: int) -> str:
-    return f"runs/{run}/steps/{step:06d}/result.json"
+from workflows.configuration import RunConfig
+from workflows.contracts import CommitInput, RunFacts, StepResult
 
 
 class ConfigurationError(ValueError):
@@ -83,8 +76,10 @@ class RunActivities:
             train, heldout = check_config(config)
         except ConfigurationError as error:
             raise ApplicationError(str(error), type="ConfigurationError", non_retryable=True) from error
+        from infra.megatron.checkpoint import initial_candidate  # torch: only now
+
         ref = await asyncio.to_thread(initial_candidate, self._blobs, config.name, Path(config.policy))
-        self._blobs.put_named(f"runs/{config.name}/config.json", config.model_dump_json(indent=1).encode())
+        self._blobs.put_named(config_name(config.name), config.model_dump_json(indent=1).encode())
         return RunFacts(train_tasks=train, heldout_tasks=heldout, candidate_ref=ref)
 
     @activity.defn(name="commit_candidate")

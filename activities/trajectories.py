@@ -13,19 +13,16 @@ import orjson
 from temporalio import activity
 
 from activities.beating import beating
+from activities.record_names import seal_name
 from activities.services import Services, as_bytes
 from infra import keys
 from trajectory.process import EpisodeInput, TrajectoryConfig, process_group
 from trajectory.records import CallRecord, RecordError, decode_chain
+from trajectory.tree import EpisodeTree
 from workflows.contracts import EpisodeResult, GroupResult, MicroStepRef, Outcome, ProcessInput
 
 KEEP_RECORDS_S = 7 * 24 * 3600
 """Seconds for which call records stay in Redis after they were sealed to the blob store."""
-
-
-def seal_name(episode: str) -> str:
-    """Name of an episode's seal: its outcome, and the reference of its records."""
-    return f"episodes/{episode}.json"
 
 
 class TrajectoryActivities:
@@ -82,6 +79,7 @@ class TrajectoryActivities:
         data = [as_bytes(item) for item in await self._redis.lrange(keys.calls(name), 0, -1)]
         try:
             records = decode_chain(data)
+            EpisodeTree.from_records(records)  # a chain may be whole and still impossible
         except RecordError as error:
             broken = {"outcome": Outcome.INFRA_FAILED, "reward": None, "detail": f"call records: {error}"}
             return episode.model_copy(update=broken), data, []

@@ -57,7 +57,7 @@ class Attempt:
         A connection that is still open means a second, parallel request. A turn that was delivered whole twice is
         not given a third time: a harness that asks again and again wants another sample.
         """
-        lost = not self.waiting and all(connection.closed for connection in self.connections)
+        lost = all(connection.closed for connection in self.connections)
         return lost and not self.acknowledged and self.deliveries < 2
 
 

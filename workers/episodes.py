@@ -8,7 +8,8 @@ from typing import Any
 import orjson
 from rich.tree import Tree
 
-from activities.trajectories import seal_name, unpack_records
+from activities.record_names import seal_name
+from activities.trajectories import unpack_records
 from infra.blobs import BlobMissing, BlobStore
 from infra.chat.renderer import ChatMLRenderer
 from trajectory.kinds import classify

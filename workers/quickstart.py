@@ -25,7 +25,7 @@ from workers.local import down, up
 from workers.memory import PeakMemory
 from workers.progress import watch
 from workflows import names
-from workflows.contracts import (
+from workflows.configuration import (
     BudgetConfig,
     EvaluationConfig,
     OptimizerConfig,

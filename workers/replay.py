@@ -10,15 +10,16 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from activities.runs import step_name
-from activities.trajectories import seal_name, unpack_records
+from activities.record_names import config_name, seal_name, step_name
+from activities.trajectories import unpack_records
 from infra.blobs import BlobMissing, BlobStore
 from infra.settings import Settings
 from trajectory.micro_step import MicroStep
 from trajectory.records import decode_chain
 from trajectory.verify import verify_provenance
 from workers.errors import UsageError
-from workflows.contracts import RunConfig, StepResult
+from workflows.configuration import RunConfig
+from workflows.contracts import StepResult
 
 TOLERANCE = 1e-5
 """Relative difference that fp32 allows between two orders of summation."""
@@ -89,7 +90,7 @@ def replay_step(settings: Settings, run: str, step: int) -> StepReplay:
 
 def _recorded(blobs: BlobStore, run: str, step: int) -> tuple[StepResult, RunConfig]:
     try:
-        config = RunConfig.model_validate_json(blobs.get_named(f"runs/{run}/config.json"))
+        config = RunConfig.model_validate_json(blobs.get_named(config_name(run)))
         result = StepResult.model_validate_json(blobs.get_named(step_name(run, step)))
     except BlobMissing as error:
         raise UsageError(f"nothing is recorded of run {run!r} step {step} ({error.args[0]} is missing)") from None

@@ -13,6 +13,7 @@ from temporalio import workflow
 from temporalio.common import Priority, RetryPolicy
 
 from workflows import names
+from workflows.configuration import RunConfig
 from workflows.contracts import (
     Candidate,
     CellOrder,
@@ -28,7 +29,6 @@ from workflows.contracts import (
     GradientSum,
     GroupResult,
     ProcessInput,
-    RunConfig,
     RunFacts,
     StepInput,
     TrainInput,

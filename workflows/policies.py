@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable
 from typing import Final
 
-from workflows.contracts import Contract, SchedulerConfig
+from workflows.configuration import Contract, SchedulerConfig
 
 TOKENS_PER_S: Final = 5000.0
 """Training throughput that is assumed until a step has been measured."""

@@ -19,10 +19,10 @@ from temporalio.exceptions import ApplicationError, is_cancelled_exception
 
 with workflow.unsafe.imports_passed_through():
     from workflows import calls, names
+    from workflows.configuration import RunConfig
     from workflows.contracts import (
         LeaseRequest,
         PauseRequest,
-        RunConfig,
         RunContext,
         RunFacts,
         RunStatus,

@@ -15,15 +15,8 @@ from temporalio.exceptions import ActivityError
 
 with workflow.unsafe.imports_passed_through():
     from workflows import calls, names
-    from workflows.contracts import (
-        Desired,
-        LeaseRequest,
-        ResizeRequest,
-        SchedulerConfig,
-        StepClosed,
-        StepOpened,
-        StepProgress,
-    )
+    from workflows.configuration import SchedulerConfig
+    from workflows.contracts import Desired, LeaseRequest, ResizeRequest, StepClosed, StepOpened, StepProgress
     from workflows.policies import Assignment, CellView, Decision, PoolView, StepView, decide
 
 

@@ -152,9 +152,10 @@ def _text(file: Path, log: str) -> str | None:
         return None
     except OSError as error:
         raise EvaluatorFailed(f"{file.name} cannot be read: {error.strerror}", log) from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise EvaluatorFailed(f"{file.name} is not a file", log)
     with open(descriptor, "rb") as stream:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise EvaluatorFailed(f"{file.name} is not a file", log)
         data = stream.read(REWARD_BYTES + 1)
     if len(data) > REWARD_BYTES:
         raise EvaluatorFailed(f"{file.name} is larger than {REWARD_BYTES} bytes", log)

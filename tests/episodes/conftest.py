@@ -128,6 +128,7 @@ def sandbox() -> Bubblewrap:
 @pytest.fixture
 def make_launch(folder: Path, valkey: Valkey, make_task: MakeTask) -> Callable[..., EpisodeLaunch]:
     def make(**changes: Any) -> EpisodeLaunch:
+        (folder / "proxy").mkdir(exist_ok=True)
         values: dict[str, Any] = {
             "episode": "run/0/0/0",
             "generation": 1,

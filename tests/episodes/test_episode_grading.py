@@ -42,9 +42,9 @@ async def test_the_reward_is_the_fraction_that_the_verifier_writes(graded: Grade
 
 
 async def test_the_verifier_has_no_way_out_and_works_on_a_copy(graded: Grader) -> None:
-    await graded(f"rm out.txt; echo spoilt > other; ls /run; tail -n +3 /proc/net/dev; echo 1 > {REWARD}")
+    await graded(f"rm out.txt; echo spoilt > other; ls -d /run/gyre; tail -n +3 /proc/net/dev; echo 1 > {REWARD}")
     log = (graded.logs / "verifier.log").read_text()
-    assert log.split()[0] == "lo:" and len(log.splitlines()) == 1
+    assert [line.split(":")[0].strip() for line in log.splitlines()] == ["ls", "lo"]
     assert os.listdir(graded.workspace) == ["out.txt"]
     assert not (graded.logs / "workspace").exists()
     assert (await graded(f"test -e out.txt && echo 1 > {REWARD}")).reward == 1, "it can be graded again"

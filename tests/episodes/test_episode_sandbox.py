@@ -51,11 +51,10 @@ def test_only_the_loopback_exists_and_nothing_outside_answers(
     assert "unreachable" in done.stderr.lower()
 
 
-def test_the_hosts_loopback_is_not_reachable(
-    inside: Callable[..., subprocess.CompletedProcess[str]], valkey: object
-) -> None:
-    port = valkey.port  # type: ignore[attr-defined]
-    assert "refused" in inside(f"socat - TCP:127.0.0.1:{port}").stderr.lower()
+def test_the_hosts_loopback_is_not_reachable(inside: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert "refused" in inside(f"socat - TCP:127.0.0.1:{port}").stderr.lower()
 
 
 def test_the_gateway_is_the_one_way_out(

@@ -17,6 +17,7 @@ from conftest import ShellHarness, Valkey, until
 from scripted_chat_server import ScriptedChatServer, call
 
 from infra import keys
+from infra.episodes import launch as launch_module
 from infra.episodes.launch import (
     EpisodeLaunch,
     LaunchFailed,
@@ -117,19 +118,18 @@ async def test_a_killed_worker_leaves_the_harness_running_to_be_adopted(
     launch = make_launch()
     script = COUNTED + "while test ! -e go; do sleep 0.05; done; exit 4"
     (folder / "launch.json").write_text(launch.model_dump_json())
-    worker = subprocess.Popen(
-        [sys.executable, "-c", WORKER, str(folder / "launch.json"), script],
+    worker = await asyncio.create_subprocess_exec(
+        *[sys.executable, "-c", WORKER, str(folder / "launch.json"), script],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path.cwd()), str(Path(__file__).parent)])},
         stdout=subprocess.PIPE,
-        text=True,
         start_new_session=True,
     )
     assert worker.stdout is not None
-    mode, pid = (await asyncio.to_thread(worker.stdout.readline)).split()
-    assert mode == "started"
+    mode, pid = (await worker.stdout.readline()).split()
+    assert mode == b"started"
     await until(lambda: starts(launch) == 1)
     os.killpg(worker.pid, signal.SIGKILL)
-    worker.communicate()
+    await worker.wait()
 
     adopted = await launch_or_adopt(launch, ShellHarness(script), sandbox)
     assert adopted.mode == "adopted" and adopted.supervisor is not None
@@ -150,7 +150,7 @@ async def test_a_killed_supervisor_leaves_no_harness_and_the_episode_can_start_a
     await until(lambda: starts(launch) == 1)
     os.kill(running.supervisor.pid, signal.SIGKILL)
     await until(lambda: not sandbox.remains(running.workspace), seconds=5)
-    with pytest.raises(SupervisorLost, match="left no exit.json"):
+    with pytest.raises(SupervisorLost, match=r"left no exit\.json"):
         await wait(running)
     assert valkey.client.get(keys.lease(EPISODE)) == f"1:{running.supervisor.pid}"
 
@@ -248,7 +248,7 @@ async def test_a_new_generation_on_the_same_host_replaces_the_old_one(
     make_launch: MakeLaunch, sandbox: Bubblewrap
 ) -> None:
     first = await launch_or_adopt(make_launch(), ShellHarness("echo old > old; sleep 60"), sandbox)
-    await until(lambda: (first.workspace / "old").exists())
+    await until((first.workspace / "old").exists)
     second = await launch_or_adopt(make_launch(generation=2), ShellHarness("ls; exit 5"), sandbox)
     assert second.mode == "started"
     assert (await wait(second)).exit_code == 5
@@ -275,20 +275,19 @@ async def test_redis_dying_for_longer_than_the_lease_ends_nothing(
     assert (await wait(running)).reason == "exited"
 
 
-async def test_cancelling_by_file_by_signal_and_by_stop(make_launch: MakeLaunch, sandbox: Bubblewrap) -> None:
-    for generation, how in enumerate(("file", "signal", "stop"), start=1):
-        running = await launch_or_adopt(make_launch(generation=generation), ShellHarness("sleep 60"), sandbox)
-        await until(lambda: sandbox.remains(running.workspace))
-        if how == "file":
-            (running.folder / "cancel").touch()
-        elif how == "signal":
-            assert running.supervisor is not None
-            os.kill(running.supervisor.pid, signal.SIGTERM)
-        else:
-            await stop(running)
-        end = await wait(running)
-        assert end.reason == "cancelled", how
-        assert sandbox.remains(running.workspace) == []
+@pytest.mark.parametrize("how", ["file", "signal", "stop"])
+async def test_cancelling(make_launch: MakeLaunch, sandbox: Bubblewrap, how: str) -> None:
+    running = await launch_or_adopt(make_launch(), ShellHarness("sleep 60"), sandbox)
+    assert running.supervisor is not None
+    await until(lambda: sandbox.remains(running.workspace))
+    if how == "file":
+        (running.folder / "cancel").touch()
+    elif how == "signal":
+        os.kill(running.supervisor.pid, signal.SIGTERM)
+    else:
+        await stop(running)
+    assert (await wait(running)).reason == "cancelled"
+    assert sandbox.remains(running.workspace) == []
 
 
 async def test_stopping_a_supervisor_that_hangs_leaves_nothing(make_launch: MakeLaunch, sandbox: Bubblewrap) -> None:
@@ -321,18 +320,14 @@ async def test_a_sandbox_that_cannot_be_made_is_told_from_a_harness_that_fails(
 async def test_a_lock_that_nobody_explains_is_an_error(
     make_launch: MakeLaunch, sandbox: Bubblewrap, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infra.episodes.launch.LAUNCH_DEADLINE_S", 0.3)
+    monkeypatch.setattr(launch_module, "LAUNCH_DEADLINE_S", 0.3)
     launch = make_launch()
     launch.folder.mkdir()
-    holder = subprocess.Popen(["flock", str(launch.folder / "lock"), "sleep", "30"], start_new_session=True)
-    try:
-        await until((launch.folder / "lock").exists)
-        await asyncio.sleep(0.2)
-        with pytest.raises(LaunchFailed, match="lock stays held"):
-            await launch_or_adopt(launch, ShellHarness(""), sandbox)
-    finally:
-        os.killpg(holder.pid, signal.SIGKILL)
-        holder.wait()
+    lock = launch_module._try_lock(launch.folder)
+    assert lock is not None
+    with pytest.raises(LaunchFailed, match="lock stays held"):
+        await launch_or_adopt(launch, ShellHarness(""), sandbox)
+    os.close(lock)
 
 
 async def test_what_the_supervisor_is_told_is_for_its_owners_eyes(make_launch: MakeLaunch, sandbox: Bubblewrap) -> None:

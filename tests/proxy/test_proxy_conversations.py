@@ -185,7 +185,9 @@ async def test_a_kept_tail_under_another_prefix_is_context_with_its_own_tokens(w
     seen = world.engines["cell-0"].seen
     records = await world.records()
     kept_turn, ids = seen[1].output_ids, seen[2].input_ids
-    assert any(ids[start : start + len(kept_turn)] == kept_turn for start in range(len(ids)))
+    (start,) = [start for start in range(len(ids)) if ids[start : start + len(kept_turn)] == kept_turn]
+    newline = world.renderer.text("\n")
+    assert ids[start + len(kept_turn) :][:2] == [*newline, world.renderer.im_start]  # it was closed when sampled
     assert records[2].synthetic == 0 and records[2].kept < len(records[0].prompt_ids)
     assert len(records[2].output_ids) == len(seen[2].output_ids)  # the kept turn is not sampled a second time
 

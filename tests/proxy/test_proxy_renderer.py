@@ -60,6 +60,15 @@ def test_a_degenerate_turn_is_read_in_linear_time(renderer: ChatMLRenderer) -> N
     assert turn.malformed == 30_000 and not turn.calls
 
 
+def test_turns_that_differ_only_in_their_reasoning_are_different(renderer: ChatMLRenderer) -> None:
+    ledger, user = Ledger(renderer), Message(role="user", content="go")
+    prompts = [
+        ledger.plan([user, Message(role="assistant", content="a", reasoning=reasoning), user], ()).prompt
+        for reasoning in ("one", "two", "")
+    ]
+    assert len({prompt.tobytes() for prompt in prompts}) == 3
+
+
 @given(st.lists(st.tuples(st.sampled_from(["user", "tool", "assistant", "system"]), texts), min_size=1, max_size=6))
 @settings(max_examples=60, deadline=None)
 def test_no_text_ever_becomes_a_special_token(renderer: ChatMLRenderer, turns: list[tuple[Any, str]]) -> None:

@@ -111,6 +111,8 @@ async def test_an_engine_that_ignores_aborts_is_cancelled_and_acknowledged(
     answer = asyncio.create_task(harness.turn())
     await until(lambda: first.seen, "asked")
     await world.close("cell-0")
+    await asyncio.sleep(QUICK.revoke_s / 2)
+    assert not await world.redis.hlen(keys.route_acks("cell-0")), "acknowledged with a request still there"
     await until(lambda: world.redis.hlen(keys.route_acks("cell-0")), "acknowledged")
     await world.open("cell-1")
     await answer

@@ -15,6 +15,7 @@ from temporalio import activity
 from temporalio.exceptions import ApplicationError
 
 from workflows.calls import LOST
+from workflows.configuration import RunConfig
 from workflows.contracts import (
     Candidate,
     CellOrder,
@@ -32,7 +33,6 @@ from workflows.contracts import (
     MicroStepRef,
     Outcome,
     ProcessInput,
-    RunConfig,
     RunFacts,
     StepInput,
     TrainInput,

@@ -19,16 +19,8 @@ from temporalio.worker import Replayer, Worker
 from workers.worker import WORKFLOWS
 from workflows import names
 from workflows.cell import Cell, CellState
-from workflows.contracts import (
-    EpisodeInput,
-    EvaluationConfig,
-    Outcome,
-    PauseRequest,
-    RunConfig,
-    SchedulerConfig,
-    SubmitStep,
-    TaskSets,
-)
+from workflows.configuration import EvaluationConfig, RunConfig, SchedulerConfig, TaskSets
+from workflows.contracts import EpisodeInput, Outcome, PauseRequest, SubmitStep
 from workflows.run import Run, RunOutcome, RunState, draw_tasks
 from workflows.scheduler import Scheduler, SchedulerState
 

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workflows.contracts import SchedulerConfig
+from workflows.configuration import SchedulerConfig
 from workflows.policies import POLICIES, CellView, PoolView, StepView, decide
 
 

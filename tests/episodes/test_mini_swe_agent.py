@@ -1,0 +1,73 @@
+"""The unmodified mini-swe-agent in a sandbox, through the relay, against scripted turns.
+
+Its virtual environment is ``.gyre-harness/mini-swe-agent`` when it is installed there, else one that is made once
+(a minute or two) in the folder for temporary files and kept.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from scripted_chat_server import ScriptedChatServer, call
+
+from infra.episodes.launch import EpisodeLaunch, launch_or_adopt, wait
+from infra.harness.adapters import DEFAULT_FOLDER, Harness, HarnessUnavailable, harness_named
+from infra.harness.install import InstallFailed, install
+from infra.sandbox.bubblewrap import Bubblewrap
+
+pytestmark = pytest.mark.stack
+
+CACHE = Path(tempfile.gettempdir()) / "gyre-test-harness"
+
+FINISH = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+
+
+@pytest.fixture(scope="module")
+def mini_swe_agent() -> Harness:
+    for folder in (DEFAULT_FOLDER, CACHE):
+        harness = harness_named("mini-swe-agent", folder)
+        try:
+            harness.check()
+            return harness
+        except HarnessUnavailable:
+            continue
+    try:
+        install("mini-swe-agent", CACHE / "mini-swe-agent")
+    except (InstallFailed, subprocess.CalledProcessError) as error:
+        pytest.skip(f"mini-swe-agent cannot be installed here: {error}")
+    harness.check()
+    return harness
+
+
+async def test_the_real_agent_works_on_a_task_in_three_turns(
+    mini_swe_agent: Harness,
+    make_launch: Callable[..., EpisodeLaunch],
+    chat: Callable[..., ScriptedChatServer],
+    sandbox: Bubblewrap,
+) -> None:
+    server = chat(
+        call("bash", command="pwd; id -u; echo $OPENAI_BASE_URL"),
+        call("bash", command="echo fox > out.txt"),
+        call("bash", command=FINISH),
+    )
+    running = await launch_or_adopt(make_launch(), mini_swe_agent, sandbox)
+    end = await wait(running)
+    assert (end.reason, end.exit_code) == ("exited", 0), running.log.read_text()
+    assert (running.workspace / "out.txt").read_text() == "fox\n"
+    assert len(server.requests) == 3
+    assert set(server.keys) == {"Bearer key-1"}
+    assert "Create `out.txt` with text `fox`." in str(server.requests[0]["messages"])
+    assert "/workspace\\n1000\\nhttp://127.0.0.1:8080/v1" in str(server.tool_outputs())
+    assert (running.folder / "home" / "trajectory.json").exists()
+
+
+def test_what_is_not_installed_says_how_to_mend_it(folder: Path) -> None:
+    with pytest.raises(HarnessUnavailable, match=r"python -m infra\.harness\.install mini-swe-agent --into"):
+        harness_named("mini-swe-agent", folder).check()
+    with pytest.raises(HarnessUnavailable, match="there are mini, mini-swe-agent"):
+        harness_named("max", folder)
+    harness_named("mini").check()

@@ -1,0 +1,110 @@
+"""What a person decides about a training job: the run configuration, read from TOML by `gyre submit run`.
+
+Every model is frozen and refuses unknown keys.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Contract(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class TaskSets(Contract):
+    train: str
+    """Folder of tasks in Harbor's format, one sub-folder each."""
+    heldout: str = ""
+    """Folder of tasks for evaluation; empty for none."""
+
+
+class SamplingConfig(Contract):
+    temperature: float = Field(default=1.0, gt=0)
+    max_new_tokens: int = Field(default=1024, ge=1)
+    """Sampled tokens per turn at most."""
+    context_limit: int = Field(default=32768, ge=16)
+    """Prompt and output tokens of a call at most."""
+    max_calls: int = Field(default=500, ge=1)
+    """Model calls of an episode at most; beyond, it is truncated."""
+
+
+class BudgetConfig(Contract):
+    active_s: float = Field(default=3600, gt=0)
+    """Seconds an episode may run, without the time for which the proxy held its calls."""
+    wall_s: float = Field(default=6 * 3600, gt=0)
+    """Seconds an episode may take by the clock on the wall, held time included."""
+
+
+class OptimizerConfig(Contract):
+    kind: Literal["adamw", "sgd"] = "adamw"
+    lr: float = Field(default=1e-6, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_grad: float = 1.0
+    """Largest norm of the gradient; 0 for no clipping."""
+
+
+class TrajectoryConfig(Contract):
+    cap: int | None = 5
+    """Trajectories per episode at most; None for no cap."""
+    reduction: Literal["episode_tokens", "episode_trajectories"] = "episode_tokens"
+    token_budget: int = Field(default=16384, ge=1)
+    """Tokens of a micro-step, the unit that a training cell claims."""
+
+
+class LossConfig(Contract):
+    loss: Literal["gspo"] = "gspo"
+    old: Literal["proximal", "behaviour"] = "proximal"
+    epsilon_low: float = 3e-4
+    epsilon_high: float = 4e-4
+    truncation: float = 2.0
+    """Upper bound C of the detached correction between behaviour and training policy."""
+    mismatch_p99: float | None = None
+    """Measured p99 of |log s| on unstale data, which ``old = "behaviour"`` needs."""
+
+
+class EvaluationConfig(Contract):
+    every: int = Field(default=10, ge=0)
+    """Evaluate before the first update and after every this many; 0 for never."""
+    tasks: int = Field(default=200, ge=1)
+    """The first this many held-out tasks, the same ones each time."""
+
+
+class SchedulerConfig(Contract):
+    policy: Literal["watermark", "colocate", "async"] = "watermark"
+    training_cells: int = Field(default=1, ge=1)
+    """Cells that the static split of `async` gives to training."""
+    satellite_s: float = Field(default=5.0, ge=0)
+    """Seconds of training work that must wait before a further cell joins (about twice a role switch)."""
+
+
+class RunConfig(Contract):
+    """A training job. Read from TOML by `gyre submit run`."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,40}$")
+    policy: str
+    """Hugging Face folder (config.json, model.safetensors, tokenizer.json) that the run starts from."""
+    tasks: TaskSets
+    harness: str = "mini"
+    """Name of the harness that runs every episode (`gyre doctor` lists them)."""
+    restarts: int = Field(default=1, ge=0)
+    """How often an episode whose supervisor died is started from zero before it counts as `infra_failed`."""
+    steps: int = Field(ge=0)
+    """Updates after which the run ends (0: it only takes steps from `gyre submit step`)."""
+    tasks_per_step: int = Field(ge=1, le=512)
+    group_size: int = Field(default=16, ge=1, le=256)
+    max_staleness: int = Field(default=0, ge=0, le=4)
+    seed: int = 0
+    record_gradients: bool = True
+    """Keep each step's summed gradient, so that `gyre replay` can compare; as large as the weights."""
+    sampling: SamplingConfig = SamplingConfig()
+    budget: BudgetConfig = BudgetConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    trajectory: TrajectoryConfig = TrajectoryConfig()
+    loss: LossConfig = LossConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
