@@ -7,6 +7,7 @@ so that an episode which is started again from zero never mixes with what its pr
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from collections.abc import Callable
 from pathlib import Path
@@ -76,8 +77,8 @@ class EpisodeRunner:
     async def cancel(self, episode: EpisodeInput) -> None:
         """End the harness, if it runs here, and everything that its key allows."""
         generation = int(await self._redis.get(keys.generation_of(self.name(episode))) or 1)
-        running = await self._launch(episode, generation)
-        await stop(running)
+        with contextlib.suppress(SupervisorLost):  # then nothing of it runs any more
+            await stop(await self._launch(episode, generation))
         await self._ended_counts(episode)
 
     async def _run_generation(self, episode: EpisodeInput, generation: int, on_beat: Callable[[], None]) -> Exit:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Iterable, Mapping
 from typing import Any, TypeVar
 
-from infra.transfer.manifest import TransferManifest
 from temporalio import activity
 from temporalio.exceptions import ApplicationError
 
@@ -25,6 +24,7 @@ from infra.megatron.protocol import (
     ReplicaUnavailable,
     TrainRequest,
 )
+from infra.transfer.manifest import TransferManifest
 from workflows.calls import LOST
 from workflows.contracts import Candidate, FinishInput, GradientsInput, GradientSum, TrainInput, TrainResult
 

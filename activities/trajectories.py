@@ -67,7 +67,7 @@ class TrajectoryActivities:
             micro_steps=micro_steps,
             sampled_tokens=stats.sampled_tokens,
             trained_tokens=stats.trained_tokens if group.train else 0,
-            oldest_version=stats.oldest_version,
+            oldest_version=-1 if stats.oldest_version is None else stats.oldest_version,
             active_s=sum(episode.exit.active_s for episode, _, _ in loaded),
             held_s=sum(episode.exit.held_s for episode, _, _ in loaded),
             moved_calls=sum(len(record.cells) > 1 for _, _, records in loaded for record in records),

@@ -45,7 +45,7 @@ class Settings(BaseSettings):
     pool: str = "local"
     """Name of the cell pool; its scheduler is ``gyre/scheduler/{pool}``."""
 
-    cell_capacity: int = Field(default=24, ge=1)
+    cell_capacity: int = Field(default=32, ge=1)
     """Episodes that one serving cell holds at once; the watermark policy counts with it."""
 
     kv_tokens: int = Field(default=65536, ge=1024)

@@ -157,7 +157,7 @@ async def process_group(process: ProcessInput) -> GroupResult:
         task_queue=names.TRAJECTORY_QUEUE,
         start_to_close_timeout=900 * SECOND,
         heartbeat_timeout=120 * SECOND,
-        retry_policy=QUICK,
+        retry_policy=STEADY,
         summary=f"group {process.group}: {process.task}",
     )
 

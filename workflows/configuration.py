@@ -96,6 +96,8 @@ class RunConfig(Contract):
     steps: int = Field(ge=0)
     """Updates after which the run ends (0: it only takes steps from `gyre submit step`)."""
     tasks_per_step: int = Field(ge=1, le=512)
+    task_order: Literal["shuffled", "given"] = "shuffled"
+    """Each pass over the training tasks in a seeded order of its own, or in the order of the set."""
     group_size: int = Field(default=16, ge=1, le=256)
     max_staleness: int = Field(default=0, ge=0, le=4)
     seed: int = 0

@@ -83,9 +83,8 @@ class GradientLedger:
 
     @property
     def core(self) -> Trainer | None:
-        """The core: the trainer that the scheduler named so, else the one that joined first."""
-        trainers = list(self.trainers.values())
-        return next((t for t in trainers if t.ready.core), trainers[0] if trainers else None)
+        """The trainer that was prepared as core: with optimizer state. None while there is none."""
+        return next((trainer for trainer in self.trainers.values() if trainer.ready.core), None)
 
     @property
     def idle(self) -> list[Trainer]:

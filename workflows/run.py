@@ -261,7 +261,11 @@ class Run:
             train=True,
             candidate_ref=state.candidate_ref if current else "",
             tasks=draw_tasks(
-                state.facts.train_tasks if state.facts else 0, tasks, seed=state.config.seed, version=state.next_version
+                state.facts.train_tasks if state.facts else 0,
+                tasks,
+                seed=state.config.seed,
+                version=state.next_version,
+                shuffled=state.config.task_order == "shuffled",
             ),
             group_size=state.config.group_size,
         )
@@ -374,7 +378,7 @@ class Run:
         workflow.set_current_details("\n".join(lines))
 
 
-def draw_tasks(available: int, count: int, *, seed: int, version: int) -> list[int]:
+def draw_tasks(available: int, count: int, *, seed: int, version: int, shuffled: bool = True) -> list[int]:
     """Task indices of the step that trains ``version``: passes over the whole set, each in a seeded order.
 
     Every task is drawn once before any is drawn twice. Raises ValueError for an empty set.
@@ -386,6 +390,7 @@ def draw_tasks(available: int, count: int, *, seed: int, version: int) -> list[i
     while len(drawn) < count:
         epoch, offset = divmod(position + len(drawn), available)
         order = list(range(available))
-        random.Random(f"{seed}/{epoch}").shuffle(order)
+        if shuffled:
+            random.Random(f"{seed}/{epoch}").shuffle(order)
         drawn += order[offset : offset + count - len(drawn)]
     return drawn

@@ -54,6 +54,7 @@ async def grade(task: Task, workspace: Path, logs_dir: Path, timeout_s: float, s
     """Run ``task``'s verifier on a copy of ``workspace``. Raises EvaluatorFailed.
 
     ``logs_dir`` is emptied; ``verifier.log`` (output) and ``verifier/`` (mounted as /logs/verifier) stay there.
+    The sandbox dies with the thread that runs this event loop.
     """
     logs = logs_dir.absolute()
     await asyncio.to_thread(remove_tree, logs)
@@ -70,6 +71,7 @@ async def grade(task: Task, workspace: Path, logs_dir: Path, timeout_s: float, s
         limits=Limits(address_space_mb=max(task.environment.memory_mb or 0, MEMORY_MB)),
     )
     environment = {**BASE_ENVIRONMENT, **task.environment.env, **task.verifier.env}
+    killed = True
     try:
         # cp keeps what shutil refuses: sockets, FIFOs and hard links that an agent may have made
         copied = await _run(["/bin/cp", "-a", "--", str(workspace.absolute()), str(copy)], {}, log, COPY_DEADLINE_S)
@@ -78,12 +80,14 @@ async def grade(task: Task, workspace: Path, logs_dir: Path, timeout_s: float, s
         start = time.monotonic()
         exit_code = await _run(sandbox.command(spec), environment, log, timeout_s)
         seconds = time.monotonic() - start
+        killed = exit_code is None
         if exit_code is None:
-            await _gone(sandbox, copy)
             raise EvaluatorFailed(f"the verifier did not end within {timeout_s:g} s", tail(log))
         reward, source, details = _reward(logs / "verifier", exit_code, tail(log))
         return Verdict(reward=reward, source=source, seconds=seconds, details=details)
     finally:
+        if killed:
+            await asyncio.to_thread(sandbox.clear, copy)
         await asyncio.to_thread(remove_tree, copy)
 
 
@@ -101,13 +105,6 @@ async def _run(argv: list[str], environment: dict[str, str], log: Path, timeout_
             await ended(pid, KILL_DEADLINE_S)
             reap(pid)
     return os.waitstatus_to_exitcode(status) if status is not None else None
-
-
-async def _gone(sandbox: Sandbox, workspace: Path) -> None:
-    """Wait for what was killed to be gone."""
-    async with asyncio.timeout(KILL_DEADLINE_S):
-        while sandbox.remains(workspace):
-            await asyncio.sleep(0.01)
 
 
 def _reward(

@@ -48,7 +48,6 @@ Model = TypeVar("Model", bound=BaseModel)
 STATUS_FD: Final = 3
 DEFAULT_MEMORY_MB: Final = 4096
 LAUNCH_DEADLINE_S: Final = 60.0
-GONE_DEADLINE_S: Final = 15.0
 TRANSIENT: Final = ("exit.json", "supervisor.json", "cancel", "harness.log", "supervisor.log", "spec.json")
 
 
@@ -138,10 +137,11 @@ class Running:
 
 
 async def launch_or_adopt(launch: EpisodeLaunch, harness: Harness, sandbox: Sandbox) -> Running:
-    """Make sure that this generation of the episode runs here, or has run.
+    """Make sure that this generation of the episode runs here, or has run. A generation is started once.
 
-    An older generation that still runs on this host is cancelled first. Raises Superseded, LaunchFailed, and
-    OSError when the task's files can't be copied.
+    An older generation that still runs on this host is cancelled first. Raises SupervisorLost (this generation was
+    started and then lost: what it left of calls and files must not be mixed with a new start, which takes a newer
+    generation), Superseded, LaunchFailed, SandboxStuck, and OSError when the task's files can't be copied.
     """
     folder = launch.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
@@ -174,7 +174,8 @@ async def launch_or_adopt(launch: EpisodeLaunch, harness: Harness, sandbox: Sand
 
 
 async def wait(running: Running, on_beat: Callable[[], None] = lambda: None, *, beat_s: float = 5.0) -> Exit:
-    """Wait for the end of the episode, calling ``on_beat`` every ``beat_s`` seconds. Raises SupervisorLost.
+    """Wait for the end of the episode, calling ``on_beat`` every ``beat_s`` seconds. Raises SupervisorLost and
+    SandboxStuck.
 
     Cancelling the wait leaves the episode running, to be adopted.
     """
@@ -187,11 +188,9 @@ async def wait(running: Running, on_beat: Callable[[], None] = lambda: None, *, 
         reap(there.pid)
     if (exit_ := read_exit(running.folder)) is not None and exit_.generation == running.generation:
         return exit_
-    await asyncio.to_thread(_clear_remains, running.sandbox, running.workspace)
-    raise SupervisorLost(
-        f"{running.episode}: supervisor {there.pid if there else '?'} left no exit.json in {running.folder}: "
-        f"{tail(running.folder / 'supervisor.log') or 'killed'}"
-    )
+    # the kernel is ending what is left: it dies with its supervisor
+    await asyncio.to_thread(running.sandbox.clear, running.workspace)
+    raise SupervisorLost(_lost(running.episode, there, running.folder))
 
 
 async def stop(running: Running, *, patience_s: float = 30.0) -> Exit | None:
@@ -211,6 +210,11 @@ async def stop(running: Running, *, patience_s: float = 30.0) -> Exit | None:
 def read_exit(folder: Path) -> Exit | None:
     """What the last supervisor in ``folder`` left; None while there is nothing."""
     return _read(Exit, folder / "exit.json")
+
+
+def _lost(episode: str, supervisor: Registration | None, folder: Path) -> str:
+    who = f"supervisor {supervisor.pid} of generation {supervisor.generation}" if supervisor else "the supervisor"
+    return f"{episode}: {who} left no exit.json in {folder}: {tail(folder / 'supervisor.log') or 'killed'}"
 
 
 def _registration(folder: Path) -> Registration | None:
@@ -253,7 +257,9 @@ def _start(launch: EpisodeLaunch, folder: Path, harness: Harness, sandbox: Sandb
         if before is not None and before.generation > launch.generation:
             raise Superseded(f"{launch.episode}: generation {before.generation} was started in {folder}")
         if (folder / "spec.json").exists():
-            _clear_remains(sandbox, folder / "workspace")
+            sandbox.clear(folder / "workspace")
+        if before is not None and before.generation == launch.generation:
+            raise SupervisorLost(_lost(launch.episode, before, folder))
         _prepare(launch, folder)
         spec = _supervisor_spec(launch, folder, harness, sandbox, before) | {"lock_fd": lock}
         descriptor = os.open(folder / "spec.json", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -345,17 +351,3 @@ def redis_address(url: str) -> dict[str, Any]:
     database = parts.path.strip("/") or "0"
     where = {"host": parts.hostname or "localhost", "port": parts.port or 6379, "tls": parts.scheme == "rediss"}
     return address | where | {"db": int(database)}
-
-
-def _clear_remains(sandbox: Sandbox, workspace: Path) -> None:
-    """Wait until no sandbox of a dead supervisor is left; the kernel is ending them, and this helps."""
-    deadline = time.monotonic() + GONE_DEADLINE_S
-    while remains := sandbox.remains(workspace):
-        if time.monotonic() > deadline:
-            raise LaunchFailed(f"processes {remains} of a former harness in {workspace} cannot be killed")
-        for pid in remains:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        time.sleep(0.01)

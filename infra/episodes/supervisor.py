@@ -44,11 +44,13 @@ if current > mine then return current .. ':newer generation' end
 local older = holder and (tonumber(string.match(holder, '^%d+')) or 0) < mine
 if not holder or holder == ARGV[1] or holder == ARGV[4] or (older and ARGV[5] == 'force') then
   redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+  if ARGV[5] ~= 'renew' and current < mine then redis.call('SET', KEYS[2], ARGV[3]) end
   return ARGV[1]
 end
 return holder
 """
-"""Take, renew or take again; answers who holds the lease now."""
+"""Take, renew or take again; answers who holds the lease now. Whoever takes it shuts out older generations for good,
+also those that find it free later."""
 
 RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
 
@@ -63,7 +65,6 @@ class Redis:
     def __init__(self, where: dict[str, Any]) -> None:
         self._where = where
         self._socket: socket.socket | None = None
-        self._buffer = b""
 
     def call(self, *arguments: str) -> Any:
         try:
@@ -87,6 +88,7 @@ class Redis:
                 import ssl
 
                 self._socket = ssl.create_default_context().wrap_socket(self._socket, server_hostname=where["host"])
+        self._file = self._socket.makefile("rb")
         if where.get("password"):
             self._exchange(("AUTH", *([where["username"]] if where.get("username") else []), where["password"]))
         if where.get("db"):
@@ -95,44 +97,34 @@ class Redis:
     def _exchange(self, arguments: tuple[str, ...]) -> Any:
         encoded = [argument.encode() for argument in arguments]
         parts = [b"*%d\r\n" % len(encoded), *(b"$%d\r\n%b\r\n" % (len(item), item) for item in encoded)]
-        if self._socket is not None:
-            self._socket.sendall(b"".join(parts))
+        assert self._socket is not None
+        self._socket.sendall(b"".join(parts))
         return self._reply()
 
     def _reply(self) -> Any:
-        while b"\r\n" not in self._buffer:
-            self._receive()
-        line = self._take(self._buffer.index(b"\r\n") + 2)[:-2]
-        kind, rest = line[:1], line[1:].decode()
+        line = self._read(self._file.readline())
+        kind, rest = line[:1], line[1:-2].decode()
         if kind == b"-":
             raise ValueError(rest)
-        if kind == b"+":
+        if kind in b"+:":
             return rest
-        if kind == b":":
-            return int(rest)
         size = int(rest)
         if size < 0:
             return None
         if kind == b"*":
             return [self._reply() for _ in range(size)]
-        while len(self._buffer) < size + 2:
-            self._receive()
-        return self._take(size + 2)[:-2].decode()
+        return self._read(self._file.read(size + 2))[:-2].decode()
 
-    def _take(self, size: int) -> bytes:
-        data, self._buffer = self._buffer[:size], self._buffer[size:]
-        return data
-
-    def _receive(self) -> None:
-        data = self._socket.recv(65536) if self._socket is not None else b""
-        if not data:
+    @staticmethod
+    def _read(data: bytes) -> bytes:
+        if not data.endswith(b"\r\n"):
             raise ConnectionError("Redis closed the connection")
-        self._buffer += data
+        return data
 
     def _close(self) -> None:
         if self._socket is not None:
             self._socket.close()
-        self._socket, self._buffer = None, b""
+        self._socket = None
 
 
 class Ended(Exception):
@@ -149,13 +141,10 @@ class Supervisor:
         self.redis = Redis(spec["redis"])
         self.generation: int = spec["generation"]
         self.identity = f"{self.generation}:{os.getpid()}"
-        self.pid = 0
-        self.status = -1
-        """Wait status of the harness, -1 while it runs."""
-        self.cpu_s = 0.0
-        self.held_before = self.held_s = 0.0
-        self.started = self.started_unix = 0.0
-        self.ended = 0.0
+        self.pid, self.status = 0, -1
+        """Of the harness: its process (0 before it is started) and its wait status (-1 while it runs)."""
+        self.cpu_s = self.held_before = self.held_s = 0.0
+        self.started = self.started_unix = self.ended = 0.0
 
     def run(self) -> None:
         _write("supervisor.json", {"pid": os.getpid(), "start": _start_time(), "generation": self.generation})
@@ -200,7 +189,7 @@ class Supervisor:
         while True:
             waited = time.monotonic() - start
             try:
-                holder = self._lease("force" if waited > patience else "")
+                holder = self._lease("force" if waited > patience else "take")
                 if holder == self.identity:
                     return
                 if waited > patience or _generation(holder) > self.generation:
@@ -210,10 +199,10 @@ class Supervisor:
                     raise Ended("failed_to_start", f"no lease without Redis: {away}") from away
             self._pause(REDIS_RETRY_S)
 
-    def _lease(self, force: str = "") -> str:
+    def _lease(self, how: str) -> str:
         spec = self.spec
         ttl_ms = str(int(1000 * spec["lease_ttl_s"]))
-        arguments = (self.identity, ttl_ms, str(self.generation), spec["supersedes"], force)
+        arguments = (self.identity, ttl_ms, str(self.generation), spec["supersedes"], how)
         return str(self.redis.call("EVAL", TAKE, "2", spec["lease_key"], spec["generation_key"], *arguments))
 
     def _start(self) -> int:
@@ -222,7 +211,7 @@ class Supervisor:
         reader, writer = os.pipe()
         os.set_blocking(reader, False)
         self.started, self.started_unix = time.monotonic(), time.time()
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+        log = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
         try:
             self.pid = os.posix_spawn(
                 spec["argv"][0],
@@ -230,7 +219,7 @@ class Supervisor:
                 spec["environment"],
                 file_actions=[
                     (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
-                    (os.POSIX_SPAWN_OPEN, 1, "harness.log", flags, 0o644),
+                    (os.POSIX_SPAWN_OPEN, 1, "harness.log", log, 0o644),
                     (os.POSIX_SPAWN_DUP2, 1, 2),
                     (os.POSIX_SPAWN_DUP2, writer, spec["status_fd"]),
                 ],
@@ -265,7 +254,7 @@ class Supervisor:
     def _renew(self) -> float:
         """Seconds until the lease is to be renewed again."""
         try:
-            holder = self._lease()
+            holder = self._lease("renew")
         except RedisAway:
             return REDIS_RETRY_S
         if holder != self.identity:
@@ -316,27 +305,29 @@ class Supervisor:
         if self.status < 0 and (told or os.path.exists("cancel")):
             raise Ended("cancelled")
 
-    def _reap(self) -> None:
+    def _reap(self, options: int = os.WNOHANG) -> None:
         if self.pid and self.status < 0:
-            pid, status, usage = os.wait4(self.pid, os.WNOHANG)
-            if pid:
+            pid, status, usage = os.wait4(self.pid, options)
+            if pid and not os.WIFSTOPPED(status):
                 self.status, self.cpu_s = status, usage.ru_utime + usage.ru_stime
                 self.ended = time.monotonic()
 
     def _kill(self, grace_s: float) -> None:
-        """End the harness: politely, then its sandbox by its first process, then the whole group."""
+        """End the harness: politely, then by the sandbox's first process, with which the kernel ends the others."""
         inner = [process for child in _children(self.pid) for process in _children(child)]
-        rounds = ((inner or [self.pid], signal.SIGTERM, grace_s), (_children(self.pid), signal.SIGKILL, 5.0))
-        for processes, number, patience in rounds:
-            if patience <= 0:
-                continue
-            for process in processes:
-                _signal(process, number)
-            if self._ended_within(patience):
+        if inner and grace_s > 0:
+            for process in inner:
+                _signal(process, signal.SIGTERM)
+            if self._ended_within(grace_s):
                 return
-        os.killpg(self.pid, signal.SIGKILL)
-        while not self._ended_within(60.0):
-            print("the harness does not die", file=sys.stderr)
+        os.kill(self.pid, signal.SIGSTOP)  # it may be about to make that first process
+        self._reap(os.WUNTRACED)
+        for process in _children(self.pid) or [self.pid]:
+            _signal(process, signal.SIGKILL)
+        if self.status < 0:
+            os.kill(self.pid, signal.SIGCONT)
+        while not self._ended_within(5.0):
+            os.killpg(self.pid, signal.SIGKILL)
 
     def _ended_within(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
@@ -382,8 +373,7 @@ def _was_started(reader: int) -> bool:
 
 def _tail(file: str) -> str:
     with open(file, "rb") as stream:
-        stream.seek(max(0, os.fstat(stream.fileno()).st_size - TAIL_BYTES))
-        return stream.read().decode("utf-8", "replace").strip()
+        return stream.read()[-TAIL_BYTES:].decode("utf-8", "replace").strip()
 
 
 def _write(file: str, value: dict[str, Any]) -> None:

@@ -78,8 +78,9 @@ class MiniSweAgent:
         self._venv = folder.absolute()
 
     def command(self, instruction_path: str, model: str) -> list[str]:
-        start = 'exec "$0" -m "openai/$1" -t "$(cat "$2")" -y --exit-immediately -o "$HOME/trajectory.json"'
-        return ["/bin/sh", "-c", start, str(self._venv / "bin" / "mini"), model, instruction_path]
+        options = '-m "openai/$1" -t "$(cat "$2")" -y --exit-immediately -o "$HOME/trajectory.json"'
+        start = f'exec "$0" -m minisweagent.run.mini {options}'
+        return ["/bin/sh", "-c", start, str(self._venv / "bin" / "python"), model, instruction_path]
 
     def environment(self, base_url: str, api_key: str, model: str) -> dict[str, str]:
         return {

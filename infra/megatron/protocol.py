@@ -29,7 +29,7 @@ class Body(BaseModel):
 
 class Status(Body):
     incarnation: str
-    """Of this process; drawn anew at every start."""
+    """Drawn anew at every start of the process, and when it is fenced."""
     run: str | None
     """Of the weights held; None before the first."""
     version: int
@@ -54,6 +54,9 @@ class PrepareRequest(Body):
     loss: LossConfig
     candidate_ref: str
     """The candidate that is this version; whatever the weights come from, they must have its checksum."""
+    fence: str = ""
+    """An incarnation that was declared lost. If it is this one it forgets its gradient sum and updates, and goes on as
+    another incarnation."""
 
 
 class PrepareResponse(Body):

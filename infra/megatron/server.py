@@ -82,7 +82,12 @@ def main() -> None:
     socket.parent.mkdir(parents=True, exist_ok=True)
     torch_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch")
     replica = torch_thread.submit(Replica, args.policy).result()
-    redis = Redis.from_url(settings.redis, socket_timeout=REDIS_TIMEOUT_S, socket_connect_timeout=REDIS_TIMEOUT_S)
+    redis = Redis.from_url(
+        settings.redis,
+        decode_responses=True,
+        socket_timeout=REDIS_TIMEOUT_S,
+        socket_connect_timeout=REDIS_TIMEOUT_S,
+    )
     service = ReplicaService(replica, torch_thread, BlobStore(settings.blobs), redis, settings.host)
     config = uvicorn.Config(
         make_app(service), uds=str(socket), log_level="warning", access_log=False, timeout_graceful_shutdown=1

@@ -1,4 +1,4 @@
-"""What a replica's process does for each request: the gradient ledger of one incarnation.
+"""What a replica's process does for each request: the gradient ledger of an incarnation.
 
 Invariants. Within an incarnation a micro-step is trained at most once per step, and what is asked again is answered
 again. The core accepts sums only if their sets of micro-steps, its own included, are disjoint and together exactly the
@@ -39,7 +39,8 @@ from infra.megatron.checkpoint import (
 from infra.megatron.ledger import Refused, check_coverage
 from infra.megatron.replica import Replica
 from infra.sglang.client import EngineClient
-from infra.transfer.endpoint import TensorPublisher, TransferError, pull
+from infra.transfer.endpoint import TensorPublisher, pull
+from infra.transfer.errors import TransferError
 from infra.transfer.manifest import TransferManifest, checksum
 from infra.transfer.mooncake import MooncakeEndpoint
 from trajectory.micro_step import MicroStep
@@ -63,7 +64,6 @@ class Held:
     version: int
     checksum: str
     candidate_ref: str
-    """Empty while the candidate is not saved yet."""
 
 
 @dataclass
@@ -97,7 +97,8 @@ class Source:
 
 
 class ReplicaService:
-    """One incarnation. ``torch_thread`` is the single thread on which the replica was built."""
+    """One incarnation at a time. ``torch_thread`` is the single thread on which the replica was built; ``redis``
+    decodes its responses."""
 
     def __init__(
         self, replica: Replica, torch_thread: ThreadPoolExecutor, blobs: BlobStore, redis: Redis, host: str
@@ -130,6 +131,8 @@ class ReplicaService:
 
     async def prepare(self, request: p.PrepareRequest) -> p.PrepareResponse:
         async with self._alone("prepare") as started:
+            if request.fence == self.incarnation:
+                await self._begin_anew()
             opened = self._open
             if opened and opened.run == request.run and opened.done and self._replica.loss != request.loss:
                 raise _refused(f"the gradient sum of step {opened.step} was begun with another loss")
@@ -152,9 +155,7 @@ class ReplicaService:
             for ref in request.micro_steps:
                 if ref in opened.done:
                     continue
-                if opened.published is not None:  # the sum that others may read no longer is this replica's
-                    await asyncio.to_thread(self._publisher.withdraw, _sum_name(opened))
-                    opened.published = None
+                await self._withdraw_sum()  # what others may read is no longer this replica's sum
                 micro_step = MicroStep.from_bytes(await asyncio.to_thread(self._blobs.get, ref))
                 try:
                     opened.done[ref] = await self._torch(self._replica.train, micro_step)
@@ -223,7 +224,15 @@ class ReplicaService:
         if self._source is not None:
             await self._withdraw_weights(self._source)
 
-    # ---- weights
+    async def _begin_anew(self) -> None:
+        """Become another incarnation: nothing of what this one summed may ever be accepted."""
+        if self._source is not None:
+            await self._withdraw_weights(self._source)
+        await self._withdraw_sum()
+        await self._torch(self._replica.zero)
+        self._open = self._update = None
+        logger.warning("incarnation %s was declared lost and is fenced", self.incarnation)
+        self.incarnation = uuid.uuid4().hex
 
     async def _withdraw_weights(self, source: Source) -> None:
         await self._redis.hdel(keys.weights(source.of.run, source.of.version), self.incarnation)
@@ -259,11 +268,10 @@ class ReplicaService:
         return manifest
 
     async def _from_peers(self, run: str, version: int, expected: str) -> dict[str, Tensor] | None:
-        """Weights from any process that published them; None when none has them as the candidate says."""
-        sources: dict[str | bytes, str | bytes] = await self._redis.hgetall(keys.weights(run, version))
-        for source, text in sorted((_text(name), _text(value)) for name, value in sources.items()):
-            if source == self.incarnation:
-                continue
+        """Weights from any process that published them (also this one, if it has loaded others since); None when none
+        has them as the candidate says."""
+        sources = await self._redis.hgetall(keys.weights(run, version))
+        for source, text in sources.items():
             manifest = TransferManifest.model_validate_json(text)
             try:
                 weights = await asyncio.to_thread(pull, self._endpoint, manifest, deadline_s=PULL_DEADLINE_S)
@@ -282,8 +290,6 @@ class ReplicaService:
             raise _refused(f"holds {what}, not version {version} of run {run}")
         return held
 
-    # ---- the step
-
     async def _open_step(self, run: str, step: int, version: int) -> OpenStep:
         """The step's ledger, begun with a zero sum when it is new."""
         opened = self._open
@@ -296,11 +302,15 @@ class ReplicaService:
             if opened.version != version:
                 raise _refused(f"step {step} was begun at version {opened.version}, not {version}")
             return opened
-        if opened is not None and opened.published is not None:
-            await asyncio.to_thread(self._publisher.withdraw, _sum_name(opened))
+        await self._withdraw_sum()
         await self._torch(self._replica.begin, step)
         self._open = OpenStep(run, step, version)
         return self._open
+
+    async def _withdraw_sum(self) -> None:
+        if self._open is not None and self._open.published is not None:
+            await asyncio.to_thread(self._publisher.withdraw, _sum_name(self._open))
+            self._open.published = None
 
     async def _make_update(self, request: p.FinishRequest) -> Update:
         base = self._require_held(request.run, request.version)
@@ -360,8 +370,6 @@ class ReplicaService:
         self._update = replace(made, gradient=None, answer=answer)
         return self._update
 
-    # ---- one thing at a time
-
     @asynccontextmanager
     async def _alone(self, name: str) -> AsyncIterator[float]:
         """Wait for the request that is being answered; yields the start of this one (monotonic seconds)."""
@@ -387,7 +395,3 @@ def _sum_name(opened: OpenStep) -> str:
 
 def _bytes(tensors: dict[str, Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-
-
-def _text(value: str | bytes) -> str:
-    return value if isinstance(value, str) else value.decode()

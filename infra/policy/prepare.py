@@ -104,6 +104,8 @@ def _make(folder: Path, recipe: PolicyRecipe, seed: int, progress: Callable[[str
         model.save_pretrained(folder)
         (folder / "model.safetensors").chmod(0o644)
         _write_tokenizer_config(folder, recipe.shape.positions)
+        # how the policy was taught to read its tools: the proxy renders them in the same way
+        (folder / "gyre.json").write_text('{"compact_tools": true}\n', encoding="utf-8")
     finally:
         torch.set_num_threads(threads)
 

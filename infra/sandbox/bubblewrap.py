@@ -13,11 +13,22 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import Final
 
-from infra.sandbox.spec import HOME, PROXY_FOLDER, PROXY_PORT, USER_ID, WORKSPACE, SandboxSpec, SandboxUnavailable
+from infra.sandbox.spec import (
+    HOME,
+    PROXY_FOLDER,
+    PROXY_PORT,
+    USER_ID,
+    WORKSPACE,
+    SandboxSpec,
+    SandboxStuck,
+    SandboxUnavailable,
+)
 
 ETC: Final = (
     "alternatives",
@@ -50,13 +61,17 @@ until listening; do
   if [ $tries -gt 1000 ]; then echo "the relay to the model gateway does not listen" >&2; exit 125; fi
   sleep 0.01
 done
+"""
+"""Starts the relay and waits until it listens; reading /proc costs no process."""
+
+RUN: Final = """\
 "$@"
 exit $?
 """
-"""Starts the relay, waits until it listens (reading /proc costs no process), and runs the program.
+"""The sandbox's first process, in place of bubblewrap's own, for whose end bubblewrap does not wait.
 
-It is the sandbox's first process, in place of bubblewrap's own, whose end the monitor does not wait for: so whoever
-waits for the sandbox is told the processor time of everything in it."""
+So once the command line has ended nothing of the sandbox is left, and whoever waited for it is told the processor
+time of everything in it."""
 
 
 class Bubblewrap:
@@ -100,15 +115,17 @@ class Bubblewrap:
         for bind in spec.binds:
             line += ["--bind" if bind.writable else "--ro-bind", str(bind.source), bind.target]
         if spec.proxy_socket is not None:
-            line += ["--as-pid-1", "--ro-bind", str(spec.proxy_socket.parent), PROXY_FOLDER]
+            line += ["--ro-bind", str(spec.proxy_socket.parent), PROXY_FOLDER]
         if spec.status_fd is not None:
             line += ["--json-status-fd", str(spec.status_fd)]
         line += ["--chdir", WORKSPACE, "--", "/usr/bin/prlimit", "--core=0", f"--fsize={limits.file_mb << 20}"]
         line += [f"--nproc={limits.processes}"]  # set inside, so that it counts this sandbox's processes only
         if limits.address_space_mb is not None:
             line += [f"--as={limits.address_space_mb << 20}"]
-        if spec.proxy_socket is not None:
-            line += ["/bin/sh", "-c", RELAY, _mark(spec.workspace), f"{PROXY_FOLDER}/{spec.proxy_socket.name}"]
+        if spec.proxy_socket is None:
+            line += ["/bin/sh", "-c", RUN, _mark(spec.workspace)]
+        else:
+            line += ["/bin/sh", "-c", RELAY + RUN, _mark(spec.workspace), f"{PROXY_FOLDER}/{spec.proxy_socket.name}"]
         return [*line, *spec.argv]
 
     def remains(self, workspace: Path) -> list[int]:
@@ -124,9 +141,19 @@ class Bubblewrap:
                         found.append(int(entry.name))
         return found
 
+    def clear(self, workspace: Path, deadline_s: float = 15.0) -> None:
+        deadline = time.monotonic() + deadline_s
+        while remains := self.remains(workspace):
+            if time.monotonic() > deadline:
+                raise SandboxStuck(f"processes {remains} of a sandbox on {workspace} cannot be killed")
+            for pid in remains:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
+
     def _isolation(self) -> list[str]:
-        line = [self._program, "--unshare-all", "--die-with-parent", "--new-session", "--hostname", "sandbox"]
-        return [*line, "--uid", str(USER_ID), "--gid", str(USER_ID)]
+        line = [self._program, "--unshare-all", "--die-with-parent", "--new-session", "--as-pid-1"]
+        return [*line, "--hostname", "sandbox", "--uid", str(USER_ID), "--gid", str(USER_ID)]
 
 
 def _mark(workspace: Path) -> str:

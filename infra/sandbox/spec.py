@@ -36,6 +36,10 @@ class SandboxUnavailable(RuntimeError):
     """This machine cannot run the sandbox. The message says how to mend it."""
 
 
+class SandboxStuck(RuntimeError):
+    """Processes of a sandbox don't die."""
+
+
 class Bind(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -93,3 +97,6 @@ class Sandbox(Protocol):
 
     def remains(self, workspace: Path) -> list[int]:
         """Host pids through which sandboxes on this workspace are still alive: empty once nothing of them runs."""
+
+    def clear(self, workspace: Path, deadline_s: float = 15.0) -> None:
+        """Kill what remains and wait until it is gone. Raises SandboxStuck."""

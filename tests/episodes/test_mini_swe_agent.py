@@ -6,6 +6,7 @@ Its virtual environment is ``.gyre-harness/mini-swe-agent`` when it is installed
 
 from __future__ import annotations
 
+import json
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -61,7 +62,7 @@ async def test_the_real_agent_works_on_a_task_in_three_turns(
     assert len(server.requests) == 3
     assert set(server.keys) == {"Bearer key-1"}
     assert "Create `out.txt` with text `fox`." in str(server.requests[0]["messages"])
-    assert "/workspace\\n1000\\nhttp://127.0.0.1:8080/v1" in str(server.tool_outputs())
+    assert json.loads(server.tool_outputs()[0])["output"] == "/workspace\n1000\nhttp://127.0.0.1:8080/v1\n"
     assert (running.folder / "home" / "trajectory.json").exists()
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import ShellHarness, Valkey, until
+from episode_parts import ShellHarness, Valkey, until
 from scripted_chat_server import ScriptedChatServer, call
 
 from infra import keys
@@ -98,7 +98,7 @@ async def test_two_concurrent_launches_make_one_harness(make_launch: MakeLaunch,
 WORKER = """
 import asyncio, sys
 from pathlib import Path
-from conftest import ShellHarness
+from episode_parts import ShellHarness
 from infra.episodes.launch import EpisodeLaunch, launch_or_adopt, wait
 from infra.sandbox.bubblewrap import Bubblewrap
 
@@ -141,7 +141,7 @@ async def test_a_killed_worker_leaves_the_harness_running_to_be_adopted(
     assert len(beats) >= 3
 
 
-async def test_a_killed_supervisor_leaves_no_harness_and_the_episode_can_start_again(
+async def test_a_killed_supervisor_leaves_no_harness_and_only_a_newer_generation_starts_again(
     make_launch: MakeLaunch, sandbox: Bubblewrap, valkey: Valkey
 ) -> None:
     launch = make_launch()
@@ -155,7 +155,9 @@ async def test_a_killed_supervisor_leaves_no_harness_and_the_episode_can_start_a
     assert valkey.client.get(keys.lease(EPISODE)) == f"1:{running.supervisor.pid}"
 
     start = time.monotonic()
-    again = await launch_or_adopt(launch, ShellHarness(COUNTED + "exit 0"), sandbox)
+    with pytest.raises(SupervisorLost, match="of generation 1"):
+        await launch_or_adopt(launch, ShellHarness(COUNTED), sandbox)
+    again = await launch_or_adopt(make_launch(generation=2), ShellHarness(COUNTED + "exit 0"), sandbox)
     assert again.mode == "started"
     assert (await wait(again)).reason == "exited"
     assert time.monotonic() - start < 5, "the dead supervisor's lease was waited for"

@@ -140,6 +140,37 @@ async def test_a_killed_satellites_micro_steps_are_missed_and_trained_again_by_t
         await core.train(train(run, 0, 1, refs))
 
 
+async def test_a_fenced_incarnation_forgets_its_sum_and_goes_on_as_another(
+    cells: Any, clients: Clients, put_micro_steps: PutMicroSteps, policy_dir: Path
+) -> None:
+    core, fenced = clients
+    run, blobs = "fenced", cells.blobs
+    base = initial_candidate(blobs, run, policy_dir)
+    refs = put_micro_steps(blobs, 3, 8)
+    await core.prepare(prepare(run, 0, base, as_core=True))
+    await fenced.prepare(prepare(run, 0, base, as_core=False))
+    await core.train(train(run, 0, 0, refs[:1]))
+    await fenced.train(train(run, 0, 0, refs[1:]))
+    offered = await fenced.gradients(p.GradientsRequest(run=run, step=0))
+
+    fence = prepare(run, 0, base, as_core=False).model_copy(update={"fence": offered.incarnation})
+    assert (await fenced.prepare(fence)).came_by == "resident"
+    again = await fenced.status()
+    assert again.incarnation != offered.incarnation and again.done == ()
+    with pytest.raises(p.ReplicaError) as lost:
+        await core.finish(finish(run, 0, 0, refs, satellites=(offered,)))
+    assert lost.value.problem.lost == (offered.incarnation,)
+
+    await fenced.train(train(run, 0, 0, refs[2:]))
+    await fenced.prepare(fence)
+    assert (await fenced.status()).done == refs[2:], "a repeated fence is for the old incarnation only"
+    await core.train(train(run, 0, 0, refs[1:2]))
+    second = await fenced.gradients(p.GradientsRequest(run=run, step=0))
+    finished = await core.finish(finish(run, 0, 0, refs, satellites=(second,)))
+    alone = on_one_replica(blobs, base, refs, policy_dir)
+    assert alone.update(8) == pytest.approx(finished.grad_norm, rel=1e-5)
+
+
 async def test_what_does_not_fit_what_is_held_is_refused(
     cells: Any, clients: Clients, put_micro_steps: PutMicroSteps, policy_dir: Path
 ) -> None:

@@ -143,6 +143,7 @@ class ScriptedEngine:
 
     async def abort(self, rid: str, deadline_s: float = 1.0) -> None:
         if self.deaf:
+            await asyncio.sleep(deadline_s)
             raise EngineError("deaf")
         if rid in self._ends:
             self._ends[rid].set()

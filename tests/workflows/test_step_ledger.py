@@ -71,9 +71,12 @@ TestLedger.settings = settings(max_examples=60, stateful_step_count=30, deadline
 def test_the_core_is_the_one_that_the_scheduler_named() -> None:
     ledger = GradientLedger()
     ledger.join(ready(0, "a"))
-    assert ledger.core is not None and ledger.core.ready.incarnation == "a"
+    assert ledger.core is None, "a satellite has no optimizer state"
     ledger.join(ready(1, "b", core=True))
-    assert ledger.core.ready.incarnation == "b"
+    assert ledger.core is not None and ledger.core.ready.incarnation == "b"
+    ledger.lose("b")
+    ledger.join(ready(0, "a", core=True))
+    assert ledger.core is not None and ledger.core.ready.incarnation == "a"
 
 
 def test_a_micro_step_that_is_told_twice_is_trained_once() -> None:

