@@ -99,6 +99,7 @@ class CellActivities:
         """Free the engine's memory, bring the replica to the step's version; the core with optimizer state."""
         started, desired = time.monotonic(), order.desired
         context = self._context(desired)
+        counted = await demand.demand_of(self._services.redis, context.run, desired.step)
         async with beating(detail=f"step {desired.step}"):
             incarnation = await self._release_engine()
             prepared = await self._replica.prepare(
@@ -113,7 +114,6 @@ class CellActivities:
                 )
             )
             replica = await self._replica.status()
-        counted = await demand.demand_of(self._services.redis, context.run, desired.step)
         return CellReport(
             engine=incarnation,
             replica=replica.incarnation,

@@ -117,7 +117,7 @@ class EpisodeRunner:
             grace_s=GRACE_S,
             lease_ttl_s=LEASE_S,
         )
-        running = await launch_or_adopt(launch, harness_named(episode.harness), self._sandbox)
+        running = await launch_or_adopt(launch, harness_named(episode.harness, settings.harnesses), self._sandbox)
         if running.mode == "started":
             await self._redis.set(self._key_of(name), api_key, ex=lifetime)
         else:

@@ -17,6 +17,7 @@ from activities.services import Services
 from infra.blobs import BlobMissing
 from infra.harness.adapters import HarnessUnavailable, harness_named
 from infra.megatron.config import OptimizerConfig
+from infra.settings import Settings
 from infra.tasks.harbor import TaskInvalid, list_tasks, load_task
 from trajectory.loss_config import LossConfig
 from trajectory.process import TrajectoryConfig
@@ -28,7 +29,7 @@ class ConfigurationError(ValueError):
     """A run configuration names something that is not there. The message says what, where and how to mend it."""
 
 
-def check_config(config: RunConfig) -> tuple[int, int]:
+def check_config(config: RunConfig, settings: Settings) -> tuple[int, int]:
     """Counts of training and held-out tasks; raises ConfigurationError, touching nothing."""
     policy = Path(config.policy)
     for file in ("config.json", "model.safetensors", "tokenizer.json"):
@@ -54,7 +55,7 @@ def check_config(config: RunConfig) -> tuple[int, int]:
     if not counts[0]:
         raise ConfigurationError("tasks.train: name a folder of tasks")
     try:
-        harness_named(config.harness).check()
+        harness_named(config.harness, settings.harnesses).check()
     except (HarnessUnavailable, KeyError) as error:
         raise ConfigurationError(f"harness: {error}") from error
     try:
@@ -69,11 +70,12 @@ def check_config(config: RunConfig) -> tuple[int, int]:
 class RunActivities:
     def __init__(self, services: Services) -> None:
         self._blobs = services.blobs
+        self._settings = services.settings
 
     @activity.defn(name="inspect_run")
     async def inspect_run(self, config: RunConfig) -> RunFacts:
         try:
-            train, heldout = check_config(config)
+            train, heldout = check_config(config, self._settings)
         except ConfigurationError as error:
             raise ApplicationError(str(error), type="ConfigurationError", non_retryable=True) from error
         from infra.megatron.checkpoint import initial_candidate  # torch: only now

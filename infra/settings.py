@@ -45,8 +45,11 @@ class Settings(BaseSettings):
     pool: str = "local"
     """Name of the cell pool; its scheduler is ``gyre/scheduler/{pool}``."""
 
-    cell_capacity: int = Field(default=32, ge=1)
+    cell_capacity: int = Field(default=48, ge=1)
     """Episodes that one serving cell holds at once; the watermark policy counts with it."""
+
+    harnesses: Path = Path(".gyre-harness")
+    """Folder with a virtual environment for each installed harness."""
 
     kv_tokens: int = Field(default=65536, ge=1024)
     """Tokens that the KV pool of one engine holds."""

@@ -48,7 +48,7 @@ def describe(error: ValidationError) -> str:
 def check(config: RunConfig, settings: Settings) -> None:
     """Refuse, before anything starts, what the stack cannot do. Raises UsageError."""
     try:
-        check_config(config)
+        check_config(config, settings)
     except ConfigurationError as error:
         raise UsageError(str(error)) from None
     if Path(config.policy).resolve() != settings.policy.resolve():

@@ -65,6 +65,7 @@ def child_environment(settings: Settings) -> dict[str, str]:
         environment[f"GYRE_{name.upper()}"] = str(value)
     environment["GYRE_HOME"] = str(settings.root)
     environment["GYRE_POLICY"] = str(settings.policy.absolute())
+    environment["GYRE_HARNESSES"] = str(settings.harnesses.absolute())
     environment.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
     return environment
 

@@ -200,7 +200,7 @@ class StepResult(Contract):
     moved_calls: int = 0
     held_s: float = 0.0
     episodes_running_at_first_switch: int = 0
-    """Episodes unfinished when the first cell began to train: elasticity at work."""
+    """Episodes unfinished when the first cell had left rollout: elasticity at work."""
     core: str = ""
     satellites: list[str] = []
     seconds: float = 0.0
@@ -264,7 +264,7 @@ class TrainerReady(Contract):
     epoch: int
     core: bool
     unfinished: int
-    """Episodes of the step that were unfinished at that moment."""
+    """Episodes of the step that were unfinished when the cell had left rollout."""
 
 
 class StepOpened(Contract):
@@ -409,7 +409,7 @@ class CellReport(Contract):
     """How the weights came: `resident`, `transfer` or `blob`."""
     seconds: float = 0.0
     unfinished: int = 0
-    """Episodes of the step to train that are unfinished."""
+    """Episodes of the step to train that were unfinished when the cell had left rollout."""
 
 
 class WatchCellInput(Contract):

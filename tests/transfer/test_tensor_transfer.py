@@ -42,12 +42,22 @@ def source() -> Iterator[Source]:
     source.close()
 
 
+@pytest.fixture(scope="module")
+def victims() -> Iterator[list[Source]]:
+    victims: list[Source] = []
+    yield victims
+    for victim in victims:
+        victim.close()
+
+
 @pytest.fixture
-def victim() -> Iterator[Source]:
+def victim(victims: list[Source]) -> Iterator[Source]:
     """A source that may be killed or stopped."""
-    source = Source()
-    yield source
-    source.close()
+    if not victims or not victims[-1].alive:
+        victims.append(Source())
+    yield victims[-1]
+    if victims[-1].alive:
+        victims[-1].signal(signal.SIGCONT)
 
 
 def assert_version(tensors: dict[str, torch.Tensor], version: int, mib: int = MIB) -> None:
@@ -91,27 +101,6 @@ def test_a_process_pulls_from_itself(endpoint: MooncakeEndpoint) -> None:
     publisher.withdraw("own")
 
 
-def test_source_killed_mid_read(endpoint: MooncakeEndpoint, source: Source, victim: Source) -> None:
-    manifest = victim.publish_versions("weights", [1], MIB)
-    with At(endpoint, 20, victim.kill):
-        began = time.monotonic()
-        with pytest.raises((SourceLost, TransferStalled)):
-            pull(endpoint, manifest, deadline_s=20, stall_s=3)
-        assert time.monotonic() - began < 6
-    assert_version(pull(endpoint, source.publish_versions("weights", [2], MIB), deadline_s=10), 2)
-
-
-def test_manifest_of_a_dead_source_fails_at_once(endpoint: MooncakeEndpoint, victim: Source) -> None:
-    never_met, met = victim.publish_versions("a", [1], 1), victim.publish_versions("b", [1], 1)
-    victim.kill()
-    began = time.monotonic()
-    with pytest.raises(SourceLost):
-        pull(endpoint, never_met, deadline_s=20)
-    with pytest.raises(SourceLost):
-        pull(endpoint, met.model_copy(update={"session": "127.0.0.1:1"}), deadline_s=20)
-    assert time.monotonic() - began < 2
-
-
 def test_source_stopped_mid_read_stalls_and_its_late_bytes_hit_nothing(
     endpoint: MooncakeEndpoint, source: Source, victim: Source
 ) -> None:
@@ -134,6 +123,55 @@ def test_source_stopped_mid_read_stalls_and_its_late_bytes_hit_nothing(
         assert_version(tensors, version)
 
 
+def test_first_contact_with_a_stopped_source_blocks_nobody(source: Source, victim: Source) -> None:
+    endpoint = MooncakeEndpoint()  # one that has met neither
+    manifest = victim.publish_versions("weights", [1], 1)
+    victim.stop()
+    began = time.monotonic()
+    with pytest.raises(TransferStalled):
+        pull(endpoint, manifest, deadline_s=20, stall_s=0.5)
+    assert_version(pull(endpoint, source.publish_versions("weights", [2], 1), deadline_s=10), 2, 1)
+    assert time.monotonic() - began < 3
+
+
+def _stalled_reader(manifest: TransferManifest) -> None:
+    endpoint = MooncakeEndpoint()
+    try:
+        pull(endpoint, manifest, deadline_s=5, stall_s=0.3)
+    except TransferStalled:
+        sys.exit(7)
+
+
+def test_a_reader_exits_cleanly_while_a_stopped_source_owes_it_an_answer(victim: Source) -> None:
+    manifest = victim.publish_versions("weights", [1], 1)
+    victim.stop()
+    reader = multiprocessing.get_context("spawn").Process(target=_stalled_reader, args=(manifest,), daemon=True)
+    reader.start()
+    reader.join(20)
+    assert reader.exitcode == 7
+
+
+def test_source_killed_mid_read(endpoint: MooncakeEndpoint, source: Source, victim: Source) -> None:
+    manifest = victim.publish_versions("weights", [1], MIB)
+    with At(endpoint, 20, victim.kill):
+        began = time.monotonic()
+        with pytest.raises((SourceLost, TransferStalled)):
+            pull(endpoint, manifest, deadline_s=20, stall_s=3)
+        assert time.monotonic() - began < 6
+    assert_version(pull(endpoint, source.publish_versions("weights", [2], MIB), deadline_s=10), 2)
+
+
+def test_manifest_of_a_dead_source_fails_at_once(endpoint: MooncakeEndpoint, victim: Source) -> None:
+    never_met, met = victim.publish_versions("a", [1], 1), victim.publish_versions("b", [1], 1)
+    victim.kill()
+    began = time.monotonic()
+    with pytest.raises(SourceLost):
+        pull(endpoint, never_met, deadline_s=20)
+    with pytest.raises(SourceLost):
+        pull(endpoint, met.model_copy(update={"session": "127.0.0.1:1"}), deadline_s=20)
+    assert time.monotonic() - began < 2
+
+
 def test_deadline_holds_while_bytes_keep_coming(endpoint: MooncakeEndpoint, source: Source) -> None:
     manifest = source.publish_versions("weights", [1], MIB)
     began = time.monotonic()
@@ -142,18 +180,6 @@ def test_deadline_holds_while_bytes_keep_coming(endpoint: MooncakeEndpoint, sour
         pull(endpoint, manifest, deadline_s=0.6)
     assert time.monotonic() - began < 1.5
     assert_version(pull(endpoint, manifest, deadline_s=10), 1)
-
-
-def test_first_contact_with_a_stopped_source_blocks_nobody(
-    endpoint: MooncakeEndpoint, source: Source, victim: Source
-) -> None:
-    manifest = victim.publish_versions("weights", [1], 1)
-    victim.stop()
-    began = time.monotonic()
-    with pytest.raises(TransferStalled):
-        pull(endpoint, manifest, deadline_s=20, stall_s=0.5)
-    assert_version(pull(endpoint, source.publish_versions("weights", [2], 1), deadline_s=10), 2, 1)
-    assert time.monotonic() - began < 3
 
 
 def test_the_next_publication_does_not_disturb_readers_of_the_last(endpoint: MooncakeEndpoint, source: Source) -> None:
@@ -268,23 +294,6 @@ def test_a_new_process_at_a_dead_ones_port_is_read(endpoint: MooncakeEndpoint, s
             assert time.monotonic() - began < 3
     finally:
         relay.close()
-
-
-def _stalled_reader(manifest: TransferManifest) -> None:
-    endpoint = MooncakeEndpoint()
-    try:
-        pull(endpoint, manifest, deadline_s=5, stall_s=0.3)
-    except TransferStalled:
-        sys.exit(7)
-
-
-def test_a_reader_exits_cleanly_while_a_stopped_source_owes_it_an_answer(victim: Source) -> None:
-    manifest = victim.publish_versions("weights", [1], 1)
-    victim.stop()
-    reader = multiprocessing.get_context("spawn").Process(target=_stalled_reader, args=(manifest,), daemon=True)
-    reader.start()
-    reader.join(20)
-    assert reader.exitcode == 7
 
 
 def test_a_forked_child_is_told_to_spawn(endpoint: MooncakeEndpoint) -> None:

@@ -100,6 +100,10 @@ class Source:
         ):
             pass
 
+    @property
+    def alive(self) -> bool:
+        return self._process.is_alive()
+
     def kill(self) -> None:
         self._process.kill()
         self._process.join(10)

@@ -1,0 +1,49 @@
+"""One stack for all end-to-end tests of a session: starting two engines takes most of a minute."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from local_stack import LocalStack, free_settings
+
+from infra.policy.prepare import prepare_policy
+from infra.tasks.quickstart import write_task_set
+from workflows.configuration import TaskSets
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def tiny_policy() -> Path:
+    """The quickstart's policy, from its cache."""
+    return prepare_policy(ROOT / ".cache" / "policy", seed=0).absolute()
+
+
+@pytest.fixture(scope="session")
+def mini_swe_agent() -> None:
+    """The real harness, in a virtual environment of its own; installed once."""
+    folder = ROOT / ".gyre-harness" / "mini-swe-agent"
+    install = [sys.executable, "-m", "infra.harness.install", "mini-swe-agent", "--into", str(folder)]
+    subprocess.run(install, check=True, cwd=ROOT, timeout=600)
+
+
+@pytest.fixture(scope="session")
+def stack(tiny_policy: Path) -> Iterator[LocalStack]:
+    home = Path(tempfile.mkdtemp(prefix="gyre-"))  # short: unix sockets lie in it
+    write_task_set(home / "train", seed=0, count=40)
+    write_task_set(home / "heldout", seed=0, count=8, held_out=True)
+    tasks = TaskSets(train=str(home / "train" / "tasks"), heldout=str(home / "heldout" / "tasks"))
+    harnesses = ROOT / ".gyre-harness"
+    local = LocalStack(free_settings(home, tiny_policy, harnesses=harnesses), tasks)
+    local.gyre("up")
+    try:
+        yield local
+    finally:
+        local.gyre("down")
+        shutil.rmtree(home, ignore_errors=True)
