@@ -1,7 +1,7 @@
 """The local stack's supervisor: `python -m workers.stack`, started detached by `gyre up`.
 
-It starts every process of `workers.processes`, restarts one that ends, and ends them all on SIGTERM, in reverse
-order. What it knows is in ``home/stack.json`` for `gyre status`; each process it started is also in
+It starts every process of `workers.processes`, restarts one that ends, and ends them all on SIGTERM, those that
+others stand on last. What it knows is in ``home/stack.json`` for `gyre status`; each process it started is also in
 ``home/pids/NAME.json`` (pid and start time), so that `gyre down` can end what a killed supervisor left behind.
 """
 
@@ -76,8 +76,10 @@ class Stack:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for child in reversed(self._children.values()):
-            await self._stop(child)
+        needed = {name for child in self._children.values() for name in child.spec.after}
+        for last in (False, True):  # what others stand on ends after them
+            ending = [child for name, child in self._children.items() if (name in needed) is last]
+            await asyncio.gather(*(self._stop(child) for child in ending))
         (self._settings.root / "stack.json").unlink(missing_ok=True)
 
     async def _supervise(self, child: Supervised) -> None:

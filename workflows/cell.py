@@ -34,6 +34,8 @@ class CellState(BaseModel):
     failures: int = 0
     error: str = ""
     switches: int = 0
+    history_limit: int = 4000
+    """Events after which the workflow continues as new."""
     last_switch_s: float = 0.0
 
 
@@ -45,7 +47,7 @@ class Cell:
 
     @workflow.run
     async def run(self, state: CellState) -> None:
-        while not workflow.info().is_continue_as_new_suggested():
+        while workflow.info().get_current_history_length() < self.state.history_limit:
             self._describe()
             if not self.state.holds:
                 await self._reconcile()

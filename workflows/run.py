@@ -34,7 +34,6 @@ with workflow.unsafe.imports_passed_through():
     from workflows.step import Step
 
 RECONCILE = timedelta(seconds=60)
-STEPS_PER_HISTORY = 25
 KEPT_RESULTS = 512
 KEPT_REQUESTS = 256
 
@@ -70,6 +69,8 @@ class RunState(BaseModel):
     handled: list[str] = []
     """Ids of requests that were handled: update ids are forgotten across continue-as-new."""
     failure: str = ""
+    history_limit: int = 4000
+    """Events after which the workflow continues as new."""
 
 
 class RunOutcome(BaseModel):
@@ -85,7 +86,6 @@ class Run:
     @workflow.init
     def __init__(self, state: RunState) -> None:
         self.state = state
-        self.opened_here = 0
 
     @workflow.run
     async def run(self, state: RunState) -> RunOutcome:
@@ -193,7 +193,7 @@ class Run:
                     )
                 except TimeoutError:
                     await self._reconcile()
-            if self.opened_here >= STEPS_PER_HISTORY or workflow.info().is_continue_as_new_suggested():
+            if workflow.info().get_current_history_length() >= state.history_limit:
                 await workflow.wait_condition(workflow.all_handlers_finished)
                 workflow.continue_as_new(state)
 
@@ -281,7 +281,6 @@ class Run:
             state.next_version += 1
         state.next_step += 1
         state.open_steps[step.step] = OpenedStep(version=step.version, train=step.train)
-        self.opened_here += 1
         await workflow.start_child_workflow(
             Step.run,
             step,
@@ -319,6 +318,8 @@ class Run:
             raise ApplicationError(self.state.failure, type="StepFailed", non_retryable=True)
 
     async def _pass_pause(self) -> None:
+        scheduler = workflow.get_external_workflow_handle(names.scheduler_id(self.state.pool))
+        await scheduler.signal("hold_calls", args=[self.state.config.name, self.state.hold])
         for step in sorted(self.state.open_steps):
             handle = workflow.get_external_workflow_handle(names.step_id(self.state.config.name, step))
             try:

@@ -42,6 +42,10 @@ class SchedulerState(BaseModel):
     tokens_per_s: float = 5000.0
     reason: str = "no run has leased the pool"
     decisions: int = 0
+    held: bool = False
+    """No cell serves: running calls are held by the proxy, until the run that holds the pool lets go."""
+    history_limit: int = 4000
+    """Events after which the workflow continues as new."""
 
 
 @workflow.defn(name="gyre.Scheduler")
@@ -53,7 +57,7 @@ class Scheduler:
 
     @workflow.run
     async def run(self, state: SchedulerState) -> None:
-        while not workflow.info().is_continue_as_new_suggested():
+        while workflow.info().get_current_history_length() < self.state.history_limit:
             self.changed = False
             self._describe()
             if not self.state.lease or not any(step.opened.train for step in self.state.steps):
@@ -105,6 +109,12 @@ class Scheduler:
             self._grant(request)
             await self._tell_run(request.run)
 
+    @workflow.signal(description="Hold (or let go) the calls of the leasing run's episodes")
+    def hold_calls(self, run: str, held: bool) -> None:
+        if self._leased_to(run):
+            self.state.held = held
+            self.changed = True
+
     @workflow.signal
     def step_opened(self, opened: StepOpened) -> None:
         if self._leased_to(opened.run) and all(step.opened.step != opened.step for step in self.state.steps):
@@ -151,7 +161,7 @@ class Scheduler:
     def _grant(self, request: LeaseRequest) -> None:
         self.state.lease = request
         self.state.version, self.state.candidate_ref = request.version, request.candidate_ref
-        self.state.steps = []
+        self.state.steps, self.state.held = [], False
         self.changed = True
 
     def _leased_to(self, run: str) -> bool:
@@ -209,6 +219,8 @@ class Scheduler:
         state = self.state
         if state.lease is None:
             return Desired(epoch=0, role="idle", reason="no run has leased the pool")
+        if state.held and assignment.step < 0:
+            return Desired(epoch=0, role="idle", reason="the run is paused and holds its calls")
         return Desired(
             epoch=0,
             role="train" if assignment.step >= 0 else "rollout",

@@ -46,7 +46,9 @@ async def temporal() -> AsyncIterator[Client]:
 
 
 @contextlib.asynccontextmanager
-async def pool(cluster: ScriptedCluster, cells: int = 2, capacity: int = 4) -> AsyncIterator[Client]:
+async def pool(
+    cluster: ScriptedCluster, cells: int = 2, capacity: int = 4, history_limit: int = 4000
+) -> AsyncIterator[Client]:
     """A Temporal server, workers on every queue, and the pool's entities."""
     async with temporal() as client, contextlib.AsyncExitStack() as workers:
         cell_names = [f"cell-{i}" for i in range(cells)]
@@ -62,11 +64,14 @@ async def pool(cluster: ScriptedCluster, cells: int = 2, capacity: int = 4) -> A
             )
         for cell in cell_names:
             await client.start_workflow(
-                Cell.run, CellState(cell=cell), id=names.cell_id(cell), task_queue=names.CONTROL_QUEUE
+                Cell.run,
+                CellState(cell=cell, history_limit=history_limit),
+                id=names.cell_id(cell),
+                task_queue=names.CONTROL_QUEUE,
             )
         await client.start_workflow(
             Scheduler.run,
-            SchedulerState(pool="local", cells=cell_names, capacity=capacity),
+            SchedulerState(pool="local", cells=cell_names, capacity=capacity, history_limit=history_limit),
             id=names.scheduler_id("local"),
             task_queue=names.CONTROL_QUEUE,
         )
@@ -91,6 +96,11 @@ async def start(client: Client, run: RunConfig) -> WorkflowHandle[Run, RunOutcom
     return await client.start_workflow(
         Run.run, RunState(config=run, pool="local"), id=names.run_id(run.name), task_queue=names.CONTROL_QUEUE
     )
+
+
+async def runs_of(client: Client, workflow_id: str) -> int:
+    """How many runs the workflow has had: continue-as-new starts another."""
+    return len([execution async for execution in client.list_workflows(f"WorkflowId = '{workflow_id}'")])
 
 
 async def replay(client: Client, *workflow_ids: str) -> None:
@@ -194,6 +204,54 @@ async def test_an_evaluation_without_heldout_tasks_is_refused_before_it_is_queue
         await handle.cancel()
         with pytest.raises(WorkflowFailureError):
             await asyncio.wait_for(handle.result(), 30)
+
+
+async def test_continue_as_new_loses_nothing() -> None:
+    cluster = ScriptedCluster()
+    async with pool(cluster, history_limit=40) as client:
+        run = config(steps=4, evaluation=EvaluationConfig(every=2, tasks=3), max_staleness=1)
+        handle = await client.start_workflow(
+            Run.run,
+            RunState(config=run, pool="local", history_limit=40),
+            id=names.run_id(run.name),
+            task_queue=names.CONTROL_QUEUE,
+        )
+        request = SubmitStep(request_id="once", tasks=3)
+        assert await handle.execute_update(Run.submit_step, request) == 1
+        while await runs_of(client, "gyre/r1") < 2:
+            await asyncio.sleep(0.1)
+        current = client.get_workflow_handle_for(Run.run, names.run_id(run.name))
+        assert await current.execute_update(Run.submit_step, request) == 0, "handled before, and not forgotten"
+        outcome = await asyncio.wait_for(handle.result(), 90)
+        assert outcome.version == 4
+        assert [commit.version for commit in cluster.committed if commit.result.train] == [1, 2, 3, 4]
+        evaluated = sorted(commit.version for commit in cluster.committed if not commit.result.train)
+        assert len(evaluated) == 4 and {0, 2, 4} <= set(evaluated)
+        assert await runs_of(client, names.scheduler_id("local")) > 1
+        assert await runs_of(client, names.cell_id("cell-0")) > 1
+
+
+async def test_a_pause_that_holds_closes_every_route_and_resume_opens_them() -> None:
+    cluster = ScriptedCluster(episode_s=lambda _: 3.0)
+    async with pool(cluster) as client:
+        handle = await start(client, config(steps=1, evaluation=EvaluationConfig(every=0)))
+        while not any(kind == "open" for kind, _ in cluster.log):
+            await asyncio.sleep(0.05)
+        scheduler = client.get_workflow_handle_for(Scheduler.run, names.scheduler_id("local"))
+        await handle.execute_update(Run.pause, PauseRequest(request_id="p", hold=True))
+
+        async def roles() -> set[str]:
+            state = await scheduler.query(Scheduler.status)
+            return {desired.role for desired in state.desired.values()}
+
+        async with asyncio.timeout(20):
+            while await roles() != {"idle"}:
+                await asyncio.sleep(0.05)
+            await handle.execute_update(Run.resume, PauseRequest(request_id="q"))
+            while "rollout" not in await roles():
+                await asyncio.sleep(0.05)
+        outcome = await asyncio.wait_for(handle.result(), 60)
+        assert outcome.version == 1
 
 
 async def test_a_second_run_waits_for_the_pool_and_then_gets_it() -> None:
