@@ -115,7 +115,7 @@ class MooncakeEndpoint:
     def release(self, buffer: torch.Tensor) -> None:
         """Take back a buffer: no process can read it any more, its memory goes with its last tensor.
 
-        A quarantined buffer stays as it is until its transfers have ended.
+        A quarantined buffer stays as it is until its transfers have ended. Releasing twice does nothing.
         """
         with self._lock:
             if not any(entry.buffer is buffer for entry in self._quarantine):
@@ -231,9 +231,11 @@ class MooncakeEndpoint:
 
     def _unregister(self, buffer: torch.Tensor) -> None:
         address = buffer.data_ptr()
+        if self._buffers.get(address) is not buffer:
+            return  # another thread's ``_reap`` came first
         code = self._engine.unregister_memory(address)
         if code != 0:
-            raise TransferError(f"the transfer engine doesn't know the buffer at {address:#x} (code {code})")
+            raise TransferError(f"the transfer engine doesn't release the buffer at {address:#x} (code {code})")
         del self._buffers[address]
 
     def _require_own_process(self) -> None:

@@ -101,6 +101,13 @@ def test_a_process_pulls_from_itself(endpoint: MooncakeEndpoint) -> None:
     publisher.withdraw("own")
 
 
+def test_memory_released_twice_is_released_once(endpoint: MooncakeEndpoint) -> None:
+    buffer = endpoint.allocate(64)
+    endpoint.release(buffer)
+    endpoint.release(buffer)
+    endpoint.release(endpoint.allocate(64))
+
+
 def test_source_stopped_mid_read_stalls_and_its_late_bytes_hit_nothing(
     endpoint: MooncakeEndpoint, source: Source, victim: Source
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from random import Random
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ def build(named: dict[str, tuple[torch.dtype, list[int]]]) -> dict[str, torch.Te
 
 
 @given(NAMED, st.randoms(use_true_random=False))
-def test_checksum_ignores_order_and_strides(named: dict[str, tuple[torch.dtype, list[int]]], random) -> None:  # type: ignore[no-untyped-def]
+def test_checksum_ignores_order_and_strides(named: dict[str, tuple[torch.dtype, list[int]]], random: Random) -> None:
     tensors = build(named)
     items = list(tensors.items())
     random.shuffle(items)
@@ -62,7 +63,8 @@ def test_checksum_sees_names_shapes_and_dtypes() -> None:
         checksum({"a": torch.zeros(2, dtype=torch.complex64)})
 
 
-GOOD = {
+X: dict[str, object] = {"name": "x", "dtype": "float32", "shape": (9,), "offset": 64, "nbytes": 36}
+GOOD: dict[str, object] = {
     "name": "weights",
     "source": "0" * 32,
     "epoch": 1,
@@ -71,7 +73,7 @@ GOOD = {
     "nbytes": 100,
     "chunk_bytes": 64,
     "digests": ("a", "b"),
-    "tensors": ({"name": "x", "dtype": "float32", "shape": (9,), "offset": 64, "nbytes": 36},),
+    "tensors": (X,),
 }
 
 
@@ -80,9 +82,6 @@ def test_manifest_checksum_covers_every_field() -> None:
     assert TransferManifest.model_validate_json(manifest.model_dump_json()).checksum == manifest.checksum
     for change in ({"epoch": 2}, {"address": 8192}, {"digests": ("a", "c")}, {"session": "127.0.0.1:15001"}):
         assert TransferManifest.model_validate(GOOD | change).checksum != manifest.checksum
-
-
-X = GOOD["tensors"][0]  # type: ignore[index]
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -92,13 +94,11 @@ class Source:
     def stop(self) -> None:
         """SIGSTOP, and wait until every thread has stopped."""
         self.signal(signal.SIGSTOP)
-        pid = self._process.pid
-        assert pid is not None
-        while not all(
-            open(f"/proc/{pid}/task/{task}/stat").read().rsplit(")", 1)[1].split()[0] == "T"  # noqa: SIM115
-            for task in os.listdir(f"/proc/{pid}/task")
-        ):
-            pass
+        tasks = Path(f"/proc/{self._process.pid}/task")
+        deadline = time.monotonic() + 5
+        while any(stat.read_text().rsplit(")", 1)[1].split()[0] != "T" for stat in tasks.glob("*/stat")):
+            assert time.monotonic() < deadline, "the source does not stop"
+            time.sleep(0.001)
 
     @property
     def alive(self) -> bool:
