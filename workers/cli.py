@@ -29,6 +29,7 @@ from infra.blobs import BlobStore
 from infra.settings import Settings
 from infra.temporal import TemporalUnreachable, connect
 from workers.errors import UsageError
+from workers.leaving import leave
 from workflows import names
 from workflows.contracts import PauseRequest, ResizeRequest, SubmitStep
 from workflows.run import Run, RunState
@@ -343,7 +344,12 @@ async def quickstart(
 
 
 def main() -> None:
-    app()
+    code = 0
+    try:
+        app()
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 1
+    leave(code)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from temporalio.worker import Worker
 from activities.services import Services
 from infra.settings import Settings
 from infra.temporal import connect
+from workers.leaving import leave
 from workflows import names
 from workflows.cell import Cell
 from workflows.group import Group
@@ -139,6 +140,7 @@ def main() -> None:
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     asyncio.run(serve(Settings(), options.role, options.cell))
+    leave(0)
 
 
 if __name__ == "__main__":

@@ -113,7 +113,11 @@ async def describe_steps(run: str, steps: list[int]) -> dict[str, str]:
 
 
 async def run_episode(episode: EpisodeInput, summary: str) -> EpisodeExit:
-    """Heartbeats for hours; a worker that restarts on the same host goes on with the same attempt."""
+    """Heartbeats for hours; a worker that restarts on the same host goes on with the same attempt.
+
+    The heartbeat may be shorter than an outage of the server: an attempt that is dispatched again adopts the harness
+    that runs.
+    """
     return await _call(
         "run_episode",
         [episode],
@@ -121,7 +125,7 @@ async def run_episode(episode: EpisodeInput, summary: str) -> EpisodeExit:
         task_queue=names.HARNESS_QUEUE,
         activity_id=f"ep-{episode.index:02d}",
         start_to_close_timeout=(episode.budget.wall_s + 900) * SECOND,
-        heartbeat_timeout=90 * SECOND,
+        heartbeat_timeout=30 * SECOND,
         cancellation_type=workflow.ActivityCancellationType.WAIT_CANCELLATION_COMPLETED,
         retry_policy=RetryPolicy(
             initial_interval=2 * SECOND,
@@ -142,7 +146,7 @@ async def grade_episode(grade: GradeInput) -> Verdict:
         task_queue=names.GRADE_QUEUE,
         activity_id=f"grade-{grade.episode.rsplit('/', 1)[1]}",
         start_to_close_timeout=3600 * SECOND,
-        heartbeat_timeout=90 * SECOND,
+        heartbeat_timeout=30 * SECOND,
         retry_policy=RetryPolicy(
             initial_interval=SECOND, maximum_attempts=4, non_retryable_error_types=["EvaluatorFailed", "TaskInvalid"]
         ),
@@ -156,7 +160,7 @@ async def process_group(process: ProcessInput) -> GroupResult:
         GroupResult,
         task_queue=names.TRAJECTORY_QUEUE,
         start_to_close_timeout=900 * SECOND,
-        heartbeat_timeout=120 * SECOND,
+        heartbeat_timeout=60 * SECOND,
         retry_policy=STEADY,
         summary=f"group {process.group}: {process.task}",
     )
