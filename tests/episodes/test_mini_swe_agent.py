@@ -1,14 +1,8 @@
-"""The unmodified mini-swe-agent in a sandbox, through the relay, against scripted turns.
-
-Its virtual environment is ``.gyre-harness/mini-swe-agent`` when it is installed there, else one that is made once
-(a minute or two) in the folder for temporary files and kept.
-"""
+"""The unmodified mini-swe-agent in a sandbox, through the relay, against scripted turns."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,32 +10,12 @@ import pytest
 from scripted_chat_server import ScriptedChatServer, call
 
 from infra.episodes.launch import EpisodeLaunch, launch_or_adopt, wait
-from infra.harness.adapters import DEFAULT_FOLDER, Harness, HarnessUnavailable, harness_named
-from infra.harness.install import InstallFailed, install
+from infra.harness.adapters import Harness, HarnessUnavailable, harness_named
 from infra.sandbox.bubblewrap import Bubblewrap
 
 pytestmark = pytest.mark.stack
 
-CACHE = Path(tempfile.gettempdir()) / "gyre-test-harness"
-
 FINISH = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
-
-
-@pytest.fixture(scope="module")
-def mini_swe_agent() -> Harness:
-    for folder in (DEFAULT_FOLDER, CACHE):
-        harness = harness_named("mini-swe-agent", folder)
-        try:
-            harness.check()
-            return harness
-        except HarnessUnavailable:
-            continue
-    try:
-        install("mini-swe-agent", CACHE / "mini-swe-agent")
-    except (InstallFailed, subprocess.CalledProcessError) as error:
-        pytest.skip(f"mini-swe-agent cannot be installed here: {error}")
-    harness.check()
-    return harness
 
 
 async def test_the_real_agent_works_on_a_task_in_three_turns(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,14 +21,6 @@ ROOT = Path(__file__).parents[2]
 def tiny_policy() -> Path:
     """The quickstart's policy, from its cache."""
     return prepare_policy(ROOT / ".cache" / "policy", seed=0).absolute()
-
-
-@pytest.fixture(scope="session")
-def mini_swe_agent() -> None:
-    """The real harness, in a virtual environment of its own; installed once."""
-    folder = ROOT / ".gyre-harness" / "mini-swe-agent"
-    install = [sys.executable, "-m", "infra.harness.install", "mini-swe-agent", "--into", str(folder)]
-    subprocess.run(install, check=True, cwd=ROOT, timeout=600)
 
 
 @pytest.fixture(scope="session")

@@ -85,8 +85,10 @@ class LocalStack:
         state = json.loads((self.settings.root / "stack.json").read_text())
         return int(state["processes"][process]["pid"])
 
-    def kill(self, process: str) -> None:
-        os.kill(self.pid(process), signal.SIGKILL)
+    async def kill_and_see_restarted(self, process: str) -> None:
+        before = self.pid(process)
+        os.kill(before, signal.SIGKILL)
+        await self.until(f"{process} is started again", lambda: self.pid(process) != before, 30)
 
     async def until(self, what: str, holds: Callable[[], bool], seconds: float) -> None:
         deadline = time.monotonic() + seconds

@@ -9,27 +9,25 @@ from local_stack import LocalStack
 from redis import Redis
 
 from infra import keys
-from workflows.configuration import RunConfig
 
 pytestmark = pytest.mark.stack
 
+EPISODES = 48
+KILLS = {
+    "workers": ["harness", "cell-0-worker", "control", "grade", "trajectory"],
+    "servers": ["proxy", "temporal", "valkey"],
+    "accelerators": ["cell-0-replica", "cell-1-engine"],
+}
 
-def slow_config(stack: LocalStack, name: str) -> RunConfig:
-    """One step of 32 episodes, with enough to do for a process to die and come back in its middle."""
-    return stack.config(name, steps=1, group_size=8)
 
-
-@pytest.mark.parametrize(
-    "process", ["harness", "cell-0-worker", "cell-0-replica", "cell-1-engine", "control", "proxy", "temporal", "valkey"]
-)
-async def test_a_step_survives_the_death_of(stack: LocalStack, process: str) -> None:
-    run = f"kill-{process}"
-    stack.submit(slow_config(stack, run))
+@pytest.mark.parametrize("kind", KILLS)
+async def test_a_step_survives_the_death_of_its(stack: LocalStack, kind: str) -> None:
+    run = f"kill-{kind}"
+    stack.submit(stack.config(run, steps=1, group_size=EPISODES // 4))
     with Redis.from_url(stack.settings.redis) as redis:
         await stack.until("episodes run", lambda: int(redis.scard(keys.step_running(run, 0))) >= 8, 90)
-    before = stack.pid(process)
-    stack.kill(process)
-    await stack.until(f"{process} is restarted", lambda: stack.pid(process) != before, 30)
+    for process in KILLS[kind]:
+        await stack.kill_and_see_restarted(process)
     (result,) = await stack.finished(run, 400)
 
     assert result["version"] == 1
@@ -38,5 +36,5 @@ async def test_a_step_survives_the_death_of(stack: LocalStack, process: str) -> 
     assert replay["difference"] < 1e-5
     assert replay["targets"] == result["trained_tokens"], "every trained token is in exactly one durable record"
     exits = [json.loads(file.read_text()) for file in (stack.settings.episodes / run).glob("*/*/*/exit.json")]
-    assert len(exits) == 32
+    assert len(exits) == EPISODES
     assert {exit_["generation"] for exit_ in exits} == {1}, "no harness was started a second time"

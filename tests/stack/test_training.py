@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 from local_stack import LocalStack
 
 from infra.blobs import BlobStore
+from infra.harness.adapters import Harness
 from workflows.configuration import SchedulerConfig
 
 pytestmark = pytest.mark.stack
@@ -97,7 +97,7 @@ async def test_a_cancelled_run_leaves_no_harness_and_frees_the_pool(stack: Local
 
 
 async def test_an_unmodified_harness_from_pypi_is_recorded_token_by_token(
-    stack: LocalStack, mini_swe_agent: None
+    stack: LocalStack, mini_swe_agent: Harness
 ) -> None:
     run = "swe-agent"
     changes = {"harness": "mini-swe-agent", "tasks_per_step": 1, "group_size": 2, "steps": 1}
@@ -109,4 +109,3 @@ async def test_an_unmodified_harness_from_pypi_is_recorded_token_by_token(
     assert len(records) == 3
     assert all(len(record["output_ids"]) == len(record["logprobs"]) > 0 for record in records)
     assert [record["parent"] for record in records] == [-1, 0, 1], "each turn continues the one before"
-    await asyncio.sleep(0)
