@@ -99,7 +99,7 @@ class CellActivities:
         """Free the engine's memory, bring the replica to the step's version; the core with optimizer state."""
         started, desired = time.monotonic(), order.desired
         context = self._context(desired)
-        counted = await demand.demand_of(self._services.redis, context.run, desired.step)
+        running = await demand.running_episodes(self._services.redis, context.run)
         async with beating(detail=f"step {desired.step}"):
             incarnation = await self._release_engine()
             prepared = await self._replica.prepare(
@@ -119,7 +119,7 @@ class CellActivities:
             replica=replica.incarnation,
             source=prepared.came_by,
             seconds=time.monotonic() - started,
-            unfinished=counted.unfinished,
+            running=running,
         )
 
     @activity.defn(name="watch_cell")

@@ -119,7 +119,7 @@ class EpisodeRunner:
         )
         running = await launch_or_adopt(launch, harness_named(episode.harness, settings.harnesses), self._sandbox)
         if running.mode == "started":
-            await self._redis.set(self._key_of(name), api_key, ex=lifetime)
+            await self._redis.set(keys.api_key_of(name), api_key, ex=lifetime)
         else:
             await self._redis.delete(keys.key(api_key))
         return running
@@ -141,7 +141,7 @@ class EpisodeRunner:
 
     async def _ended(self, episode: EpisodeInput, generation: int, exit_: Exit) -> EpisodeExit:
         name = generation_name(self.name(episode), generation)
-        if (api_key := await self._redis.getdel(self._key_of(name))) is not None:
+        if (api_key := await self._redis.getdel(keys.api_key_of(name))) is not None:
             await self._redis.delete(keys.key(as_bytes(api_key).decode()))
         calls = int(await self._redis.llen(keys.calls(name)))
         truncated = await self._redis.get(keys.truncated(name))
@@ -167,10 +167,6 @@ class EpisodeRunner:
 
     async def _ended_counts(self, episode: EpisodeInput) -> None:
         await demand.episode_ended(self._redis, episode.run, episode.step, self.name(episode))
-
-    @staticmethod
-    def _key_of(name: str) -> str:
-        return f"gyre:ep:{name}:key"
 
 
 GRADED = (Outcome.COMPLETED, Outcome.TIMED_OUT, Outcome.TRUNCATED)

@@ -22,7 +22,7 @@ from trajectory.tree import EpisodeTree
 from workflows.contracts import EpisodeResult, GroupResult, MicroStepRef, Outcome, ProcessInput
 
 KEEP_RECORDS_S = 7 * 24 * 3600
-"""Seconds for which call records stay in Redis after they were sealed to the blob store."""
+"""Seconds for which an episode stays in Redis after it was sealed to the blob store."""
 
 
 class TrajectoryActivities:
@@ -100,7 +100,8 @@ class TrajectoryActivities:
     async def _expire(self, group: ProcessInput) -> None:
         async with self._redis.pipeline(transaction=False) as pipe:
             for episode in group.episodes:
-                pipe.expire(keys.calls(episode.exit.records or episode.episode), KEEP_RECORDS_S)
+                for name in keys.of_episode(episode.exit.records or episode.episode):
+                    pipe.expire(name, KEEP_RECORDS_S)
             await pipe.execute()
 
 

@@ -28,7 +28,10 @@ class Demand:
 
 
 async def open_step(redis: Redis, run: str, step: int, total: int) -> None:
-    await redis.hset(keys.step_demand(run, step), "total", str(total))
+    async with redis.pipeline(transaction=True) as pipe:
+        pipe.hset(keys.step_demand(run, step), "total", str(total))
+        pipe.sadd(keys.open_steps(run), step)
+        await pipe.execute()
 
 
 async def episode_started(redis: Redis, run: str, step: int, episode: str) -> None:
@@ -51,8 +54,15 @@ async def demand_of(redis: Redis, run: str, step: int) -> Demand:
     return Demand(int(total or 0), int(running), int(ended))
 
 
+async def running_episodes(redis: Redis, run: str) -> int:
+    """Episodes that run now, of every open step of a run."""
+    steps = [int(step) for step in await redis.smembers(keys.open_steps(run))]
+    return sum([(await demand_of(redis, run, step)).running for step in steps])
+
+
 async def close_step(redis: Redis, run: str, step: int) -> None:
     async with redis.pipeline(transaction=True) as pipe:
+        pipe.srem(keys.open_steps(run), step)
         for key in (keys.step_demand(run, step), keys.step_running(run, step), keys.step_ended(run, step)):
             pipe.expire(key, KEEP_S)
         await pipe.execute()

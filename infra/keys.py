@@ -62,6 +62,14 @@ def calls(episode: str) -> str:
     return f"gyre:ep:{episode}:calls"
 
 
+def turns(episode: str) -> str:
+    """Hash: call number -> encoded messages behind that call's record, from which a proxy rebuilds its ledger.
+
+    Written in the same script as the record. Only proxies read it.
+    """
+    return f"gyre:ep:{episode}:turns"
+
+
 def open_calls(episode: str) -> str:
     """Hash: request id -> JSON of an unfinished call, written before the engine is asked."""
     return f"gyre:ep:{episode}:open"
@@ -92,6 +100,17 @@ def truncated(episode: str) -> str:
     return f"gyre:ep:{episode}:truncated"
 
 
+def api_key_of(episode: str) -> str:
+    """String: the API key that the episode's harness was given, so that it can be revoked."""
+    return f"gyre:ep:{episode}:key"
+
+
+def of_episode(episode: str) -> list[str]:
+    """Every key of an episode; none is needed once its records are sealed."""
+    names = (calls, turns, open_calls, generation_of, held, holding, lease, truncated, api_key_of)
+    return [name(episode) for name in names]
+
+
 def proxy_lease(proxy_id: str) -> str:
     """String with a TTL: a live proxy process."""
     return f"gyre:proxy:{proxy_id}"
@@ -109,6 +128,11 @@ def route_acks(cell: str) -> str:
 def weights(run: str, version: int) -> str:
     """Hash: source id -> transfer manifest (JSON) of a process that can be read for this version."""
     return f"gyre:weights:{run}:{version}"
+
+
+def open_steps(run: str) -> str:
+    """Set: numbers of the run's open steps."""
+    return f"gyre:run:{run}:steps"
 
 
 def step_demand(run: str, step: int) -> str:

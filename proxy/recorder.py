@@ -16,7 +16,6 @@ import redis.exceptions
 from redis.asyncio import Redis
 
 from infra import keys
-from proxy.keys import turns
 
 APPEND = """
 local generation = redis.call('GET', KEYS[3])
@@ -96,7 +95,7 @@ class Recorder:
         cut off after it took effect). ``lost``: Redis has fewer records than were appended. Raises redis'
         ConnectionError when Redis stays away for the patience given.
         """
-        names = [keys.calls(episode), turns(episode), keys.generation_of(episode)]
+        names = [keys.calls(episode), keys.turns(episode), keys.generation_of(episode)]
         names += [keys.open_calls(episode), keys.holding(episode), keys.held(episode)]
         values: list[bytes | str | int] = [seq, generation, rid, record, note, repr(round(held_s, 6))]
         deadline = time.monotonic() + self._patience_s
@@ -118,7 +117,7 @@ class Recorder:
         if not records:
             return []
         numbers = [str(start + position) for position in range(len(records))]
-        notes: list[Any] = await self._redis.hmget(turns(episode), numbers)
+        notes: list[Any] = await self._redis.hmget(keys.turns(episode), numbers)
         return list(zip(records, notes, strict=True))
 
     async def truncate(self, episode: str, why: Literal["context", "calls"]) -> None:

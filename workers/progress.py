@@ -85,7 +85,7 @@ def step_line(result: StepResult) -> str:
         f"step {result.step:>3}  train → v{result.version:<3} pass {result.pass_rate:.3f} "
         f"reward {result.mean_reward:.3f}  {result.seconds:5.1f} s  {result.micro_steps} micro-steps  "
         f"|g| {result.grad_norm:.3f}  |Δlogp| {gauge:.1e}  moved {result.moved_calls}  "
-        f"left rollout at {result.episodes_running_at_first_switch} unfinished  {outcomes}"
+        f"left rollout beside {result.episodes_running_at_first_switch} running episodes  {outcomes}"
     )
 
 

@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any, TypeVar, Unpack
 
 from temporalio import workflow
-from temporalio.common import Priority, RetryPolicy
+from temporalio.common import RetryPolicy
 
 from workflows import names
 from workflows.configuration import RunConfig
@@ -133,7 +133,6 @@ async def run_episode(episode: EpisodeInput, summary: str) -> EpisodeExit:
             maximum_attempts=4,
             non_retryable_error_types=["TaskInvalid", "HarnessUnavailable"],
         ),
-        priority=Priority(priority_key=min(5, 1 + episode.step % 2)),
         summary=summary,
     )
 

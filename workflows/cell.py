@@ -125,7 +125,7 @@ class Cell:
             incarnation=report.replica,
             epoch=desired.epoch,
             core=desired.core,
-            unfinished=report.unfinished,
+            running=report.running,
         )
         step = workflow.get_external_workflow_handle(names.step_id(desired.context.run, desired.step))
         try:

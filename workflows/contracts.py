@@ -200,7 +200,7 @@ class StepResult(Contract):
     moved_calls: int = 0
     held_s: float = 0.0
     episodes_running_at_first_switch: int = 0
-    """Episodes unfinished when the first cell had left rollout: elasticity at work."""
+    """Episodes of the run that ran when the first cell had left rollout for this step: elasticity at work."""
     core: str = ""
     satellites: list[str] = []
     seconds: float = 0.0
@@ -263,8 +263,8 @@ class TrainerReady(Contract):
     incarnation: str
     epoch: int
     core: bool
-    unfinished: int
-    """Episodes of the step that were unfinished when the cell had left rollout."""
+    running: int
+    """Episodes of the run that ran when the cell had left rollout."""
 
 
 class StepOpened(Contract):
@@ -408,8 +408,8 @@ class CellReport(Contract):
     source: str = ""
     """How the weights came: `resident`, `transfer` or `blob`."""
     seconds: float = 0.0
-    unfinished: int = 0
-    """Episodes of the step to train that were unfinished when the cell had left rollout."""
+    running: int = 0
+    """Episodes of the run that ran when the cell had left rollout."""
 
 
 class WatchCellInput(Contract):

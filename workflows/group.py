@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 
 from temporalio import workflow
+from temporalio.common import SearchAttributeKey
 from temporalio.exceptions import ActivityError, ApplicationError, CancelledError, is_cancelled_exception
 
 with workflow.unsafe.imports_passed_through():
@@ -23,6 +24,12 @@ with workflow.unsafe.imports_passed_through():
         Outcome,
         ProcessInput,
     )
+
+
+GYRE_RUN = SearchAttributeKey.for_keyword("GyreRun")
+GYRE_STEP = SearchAttributeKey.for_int("GyreStep")
+GYRE_OUTCOME = SearchAttributeKey.for_keyword("GyreOutcome")
+GYRE_REWARD = SearchAttributeKey.for_float("GyreReward")
 
 
 def cause_of(error: ActivityError) -> str:
@@ -62,6 +69,16 @@ class Group:
                 episodes=list(episodes),
                 trajectory=group.config.trajectory,
             )
+        )
+        rewards = [episode.reward for episode in episodes if episode.reward is not None]
+        outcomes = sorted({episode.outcome.value for episode in episodes} - {Outcome.COMPLETED.value})
+        workflow.upsert_search_attributes(
+            [
+                GYRE_RUN.value_set(group.config.name),
+                GYRE_STEP.value_set(group.step),
+                GYRE_OUTCOME.value_set(", ".join(outcomes) or Outcome.COMPLETED.value),
+                GYRE_REWARD.value_set(sum(rewards) / len(rewards) if rewards else 0.0),
+            ]
         )
         self._describe("done")
         return result

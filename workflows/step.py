@@ -63,7 +63,7 @@ class Step:
         self.trained_tokens = 0
         self.trained_s = 0.0
         self.claims: set[asyncio.Task[None]] = set()
-        self.unfinished_at_first_switch = 0
+        self.running_at_first_switch = 0
         self.satellites: list[str] = []
 
     @workflow.run
@@ -111,7 +111,7 @@ class Step:
         if not self.step.train or self.phase == "closed":
             return
         if not self.ledger.trainers:
-            self.unfinished_at_first_switch = max(self.unfinished_at_first_switch, ready.unfinished)
+            self.running_at_first_switch = max(self.running_at_first_switch, ready.running)
         if not self.ledger.join(ready):
             await self._fence(ready.cell, ready.incarnation)
         self._describe()
@@ -348,7 +348,7 @@ class Step:
             grad_norm=candidate.grad_norm if candidate else 0.0,
             moved_calls=sum(group.moved_calls for group in groups),
             held_s=sum(group.held_s for group in groups),
-            episodes_running_at_first_switch=self.unfinished_at_first_switch,
+            episodes_running_at_first_switch=self.running_at_first_switch,
             core=core.ready.cell if core else "",
             satellites=self.satellites,
             seconds=seconds,

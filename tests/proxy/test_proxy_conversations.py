@@ -12,7 +12,6 @@ from proxy_parts import SPECIAL, SPECIAL_IDS, Harness, World, call_text, sequenc
 from infra import keys
 from infra.chat.messages import Message, Tool
 from proxy import notes
-from proxy.keys import turns
 
 
 @pytest.fixture
@@ -221,5 +220,5 @@ async def test_what_the_harness_asked_is_recorded(world: World, harness: Harness
     harness.user("go")
     await harness.turn(temperature=0.2, top_p=0.5, unheard_of={"x": 1})
 
-    note = notes.decode(await world.redis.hget(turns("ep"), "0"))
+    note = notes.decode(await world.redis.hget(keys.turns("ep"), "0"))
     assert note.asked == {"temperature": 0.2, "top_p": 0.5, "unheard_of": {"x": 1}}

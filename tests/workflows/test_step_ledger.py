@@ -11,7 +11,7 @@ from workflows.gradient_ledger import GradientLedger
 
 
 def ready(cell: int, incarnation: str, core: bool = False) -> TrainerReady:
-    return TrainerReady(cell=f"cell-{cell}", incarnation=incarnation, epoch=1, core=core, unfinished=0)
+    return TrainerReady(cell=f"cell-{cell}", incarnation=incarnation, epoch=1, core=core, running=0)
 
 
 class LedgerMachine(RuleBasedStateMachine):
