@@ -65,7 +65,7 @@ class Stack:
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stopping.set)
+            loop.add_signal_handler(number, self.stop)
         for folder in ("logs", "pids", "valkey", "workers", "proxy", "episodes"):
             (self._settings.root / folder).mkdir(parents=True, exist_ok=True)
         for cell in self._settings.cell_names():
@@ -81,6 +81,10 @@ class Stack:
             ending = [child for name, child in self._children.items() if (name in needed) is last]
             await asyncio.gather(*(self._stop(child) for child in ending))
         (self._settings.root / "stack.json").unlink(missing_ok=True)
+
+    def stop(self) -> None:
+        """End every process, and then ``run``."""
+        self._stopping.set()
 
     async def _supervise(self, child: Supervised) -> None:
         for name in child.spec.after:

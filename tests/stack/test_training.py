@@ -86,6 +86,18 @@ async def test_a_step_is_submitted_paused_and_resumed_by_hand(stack: LocalStack)
     assert stack.gyre("submit", "step", "--run", "no-such-run", code=2) == ""
 
 
+async def test_cells_leave_the_pool_and_come_back_while_a_run_goes_on(stack: LocalStack) -> None:
+    run = "resized"
+    stack.submit(stack.config(run, steps=3))
+    await stack.until("the first step is open", lambda: bool(stack.json("watch", run)["open_steps"]), 60)
+    stack.gyre("resize", "cell-0")
+    assert list(stack.json("status")["cells"]) == ["cell-0"]
+    stack.gyre("resize", "cell-0", "cell-1")
+    results = await stack.finished(run)
+    assert [result["version"] for result in results] == [1, 2, 3]
+    assert_sound(results, stack)
+
+
 async def test_a_cancelled_run_leaves_no_harness_and_frees_the_pool(stack: LocalStack) -> None:
     stack.submit(stack.config("cancelled", steps=50))
     await stack.until("the first step is open", lambda: bool(stack.json("watch", "cancelled")["open_steps"]), 60)
