@@ -24,8 +24,6 @@ import socketserver, sys
 socketserver.TCPServer.allow_reuse_address = True
 socketserver.TCPServer(("127.0.0.1", int(sys.argv[1])), socketserver.BaseRequestHandler).serve_forever()
 """
-    "import socketserver as s, sys; s.TCPServer(('127.0.0.1', int(sys.argv[1])), s.BaseRequestHandler).serve_forever()"
-)
 FORKS = "import subprocess, sys, time; subprocess.Popen(['sleep', '600']); time.sleep(600)"
 
 
