@@ -21,7 +21,7 @@ from infra.routes import RouteOvertaken, get_route, set_route, wait_acknowledged
 from infra.sglang.client import EngineClient
 from infra.sglang.errors import EngineError
 from trajectory.loss_config import LossConfig
-from workflows.contracts import CellOrder, CellReport, Desired, DrainInput, DrainResult, RunContext, WatchCellInput
+from workflows.orders import CellOrder, CellReport, Desired, DrainInput, DrainResult, RunContext, WatchCellInput
 
 ENGINE_READY_S = 180.0
 WATCH_S = 0.5

@@ -22,7 +22,8 @@ from infra.tasks.harbor import TaskInvalid, list_tasks, load_task
 from trajectory.loss_config import LossConfig
 from trajectory.process import TrajectoryConfig
 from workflows.configuration import RunConfig
-from workflows.contracts import CommitInput, RunFacts, StepResult
+from workflows.contracts import RunFacts, StepResult
+from workflows.orders import CommitInput
 
 
 class ConfigurationError(ValueError):

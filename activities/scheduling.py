@@ -31,6 +31,13 @@ class SchedulingActivities:
     async def close_step(self, run: str, step: int) -> None:
         await demand.close_step(self._redis, run, step)
 
+    @activity.defn(name="await_turn")
+    async def await_turn(self, run: str, step: int) -> None:
+        """Return when every episode of the steps before has started: a later step's episodes are filler."""
+        async with beating():
+            while await demand.older_queued(self._redis, run, step):
+                await asyncio.sleep(POLL_S)
+
     @activity.defn(name="watch_demand")
     async def watch_demand(self, view: PoolView) -> Decision:
         """Follow the counts until the policy decides something else than what ``view`` holds already."""

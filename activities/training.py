@@ -26,7 +26,7 @@ from infra.megatron.protocol import (
 )
 from infra.transfer.manifest import TransferManifest
 from workflows.calls import LOST
-from workflows.contracts import Candidate, FinishInput, GradientsInput, GradientSum, TrainInput, TrainResult
+from workflows.orders import Candidate, FinishInput, GradientsInput, GradientSum, TrainInput, TrainResult
 
 Answer = TypeVar("Answer")
 

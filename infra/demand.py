@@ -22,6 +22,11 @@ class Demand:
     ended: int
 
     @property
+    def queued(self) -> int:
+        """Episodes that have not started."""
+        return max(0, self.total - self.running - self.ended)
+
+    @property
     def unfinished(self) -> int:
         """Queued and running episodes."""
         return max(0, self.total - self.ended)
@@ -58,6 +63,12 @@ async def running_episodes(redis: Redis, run: str) -> int:
     """Episodes that run now, of every open step of a run."""
     steps = [int(step) for step in await redis.smembers(keys.open_steps(run))]
     return sum([(await demand_of(redis, run, step)).running for step in steps])
+
+
+async def older_queued(redis: Redis, run: str, step: int) -> int:
+    """Episodes that have not started, of the run's open steps before ``step``."""
+    older = [int(other) for other in await redis.smembers(keys.open_steps(run)) if int(other) < step]
+    return sum([(await demand_of(redis, run, other)).queued for other in older])
 
 
 async def close_step(redis: Redis, run: str, step: int) -> None:

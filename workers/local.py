@@ -21,11 +21,12 @@ from typing import Any
 from temporalio.client import Client, WorkflowHandle
 from temporalio.common import WorkflowIDConflictPolicy
 
+from infra.episodes.processes import start_time
 from infra.settings import Settings
 from infra.temporal import connect
 from workers.errors import UsageError
 from workers.processes import binary, child_environment, local_stack
-from workers.stack import READY_S, kill_group, process_start_time
+from workers.stack import READY_S, kill_group
 from workflows import names
 from workflows.cell import Cell, CellState
 from workflows.scheduler import Scheduler, SchedulerState
@@ -39,7 +40,7 @@ def read_state(settings: Settings) -> dict[str, Any] | None:
         state: dict[str, Any] = json.loads((settings.root / "stack.json").read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return None
-    return state if process_start_time(state["pid"]) == state["start_time"] else None
+    return state if start_time(state["pid"]) == state["start_time"] else None
 
 
 def missing_parts(settings: Settings) -> list[str]:
@@ -189,7 +190,7 @@ async def down(settings: Settings, deadline_s: float = 60.0) -> bool:
         return bool(end_leftovers(settings))
     os.kill(state["pid"], signal.SIGTERM)
     deadline = time.monotonic() + deadline_s
-    while process_start_time(state["pid"]) == state["start_time"]:
+    while start_time(state["pid"]) == state["start_time"]:
         if time.monotonic() > deadline:
             os.kill(state["pid"], signal.SIGKILL)
             break
@@ -206,7 +207,7 @@ def end_leftovers(settings: Settings) -> list[str]:
             left = json.loads(file.read_text(encoding="utf-8"))
         except ValueError:
             left = {"pid": 0, "start_time": None}
-        if left["pid"] and process_start_time(left["pid"]) == left["start_time"]:
+        if left["pid"] and start_time(left["pid"]) == left["start_time"]:
             kill_group(left["pid"])
             ended.append(file.stem)
         file.unlink(missing_ok=True)

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import aiohttp
 
+from infra.episodes.processes import start_time
 from infra.settings import Settings
 from workers.processes import ProcessSpec, local_stack
 
@@ -28,16 +29,6 @@ READY_S = 240.0
 BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 CALM_S = 60.0
 """A process that ran this long is restarted without back-off again."""
-
-
-def process_start_time(pid: int) -> int | None:
-    """Field 22 of /proc/PID/stat: with the pid, the identity of a process. None when there is no such process."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    fields = stat.rsplit(")", 1)[1].split()
-    return None if fields[0] == "Z" else int(fields[19])
 
 
 def write_json(path: Path, value: object) -> None:
@@ -119,7 +110,7 @@ class Stack:
         child.started = time.monotonic()
         child.restarts += 1
         pid = child.process.pid
-        write_json(self._pid_file(spec.name), {"pid": pid, "start_time": process_start_time(pid)})
+        write_json(self._pid_file(spec.name), {"pid": pid, "start_time": start_time(pid)})
         self._report()
 
     async def _wait_ready(self, child: Supervised) -> None:
@@ -158,7 +149,7 @@ class Stack:
         }
         state = {
             "pid": os.getpid(),
-            "start_time": process_start_time(os.getpid()),
+            "start_time": start_time(os.getpid()),
             "stopping": self._stopping.is_set(),
             "settings": self._settings.model_dump(mode="json"),
             "processes": processes,

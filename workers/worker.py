@@ -43,6 +43,7 @@ def control_activities(services: Services) -> list[Callable[..., Any]]:
     return [
         scheduling.open_step,
         scheduling.close_step,
+        scheduling.await_turn,
         scheduling.watch_demand,
         scheduling.describe_steps,
         runs.inspect_run,

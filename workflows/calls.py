@@ -15,25 +15,27 @@ from temporalio.common import RetryPolicy
 from workflows import names
 from workflows.configuration import RunConfig
 from workflows.contracts import (
+    EpisodeExit,
+    EpisodeInput,
+    GradeInput,
+    GroupResult,
+    ProcessInput,
+    RunFacts,
+    StepInput,
+    Verdict,
+)
+from workflows.orders import (
     Candidate,
     CellOrder,
     CellReport,
     CommitInput,
     DrainInput,
     DrainResult,
-    EpisodeExit,
-    EpisodeInput,
     FinishInput,
-    GradeInput,
     GradientsInput,
     GradientSum,
-    GroupResult,
-    ProcessInput,
-    RunFacts,
-    StepInput,
     TrainInput,
     TrainResult,
-    Verdict,
     WatchCellInput,
 )
 from workflows.policies import Decision, PoolView
@@ -87,6 +89,19 @@ async def open_step(step: StepInput) -> None:
         start_to_close_timeout=30 * SECOND,
         retry_policy=STEADY,
         summary=f"demand of {len(step.tasks)} × {step.group_size} episodes",
+    )
+
+
+async def await_turn(run: str, step: int) -> None:
+    """Until every episode of the run's earlier steps has started: a later step's episodes are filler."""
+    await workflow.execute_activity(
+        "await_turn",
+        args=[run, step],
+        task_queue=names.CONTROL_QUEUE,
+        start_to_close_timeout=24 * 3600 * SECOND,
+        heartbeat_timeout=20 * SECOND,
+        retry_policy=STEADY,
+        summary="wait until the earlier steps' episodes have started",
     )
 
 

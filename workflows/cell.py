@@ -14,8 +14,8 @@ from temporalio.exceptions import ActivityError, ApplicationError
 
 with workflow.unsafe.imports_passed_through():
     from workflows import calls, names
-    from workflows.contracts import CellOrder, CellReport, CellStatus, Desired, DrainInput, TrainerReady, WatchCellInput
     from workflows.group import cause_of
+    from workflows.orders import CellOrder, CellReport, CellStatus, Desired, DrainInput, TrainerReady, WatchCellInput
 
 BACKOFF_S = (1, 2, 5, 10)
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from workflows.contracts import MicroStepRef, TrainerReady
+from workflows.contracts import MicroStepRef
+from workflows.orders import TrainerReady
 
 
 @dataclass

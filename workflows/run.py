@@ -20,17 +20,8 @@ from temporalio.exceptions import ApplicationError, is_cancelled_exception
 with workflow.unsafe.imports_passed_through():
     from workflows import calls, names
     from workflows.configuration import RunConfig
-    from workflows.contracts import (
-        LeaseRequest,
-        PauseRequest,
-        RunContext,
-        RunFacts,
-        RunStatus,
-        StepFinished,
-        StepInput,
-        StepResult,
-        SubmitStep,
-    )
+    from workflows.contracts import PauseRequest, RunFacts, RunStatus, StepInput, StepResult, SubmitStep
+    from workflows.orders import LeaseRequest, RunContext, StepFinished
     from workflows.step import Step
 
 RECONCILE = timedelta(seconds=60)

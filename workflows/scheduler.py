@@ -16,7 +16,8 @@ from temporalio.exceptions import ActivityError
 with workflow.unsafe.imports_passed_through():
     from workflows import calls, names
     from workflows.configuration import SchedulerConfig
-    from workflows.contracts import Desired, LeaseRequest, ResizeRequest, StepClosed, StepOpened, StepProgress
+    from workflows.contracts import ResizeRequest
+    from workflows.orders import Desired, LeaseRequest, StepClosed, StepOpened, StepProgress
     from workflows.policies import Assignment, CellView, Decision, PoolView, StepView, decide
 
 
@@ -69,6 +70,8 @@ class Scheduler:
         workflow.continue_as_new(self.state)
 
     async def _follow_demand(self) -> None:
+        """Wait for another decision; what else has changed (the version, a pause) holds for the standing one."""
+        await self._apply(self._standing())
         watch = calls.watch_demand(self._view())
         await workflow.wait_condition(lambda: self.changed or watch.done())
         if not watch.done():
@@ -166,6 +169,17 @@ class Scheduler:
 
     def _leased_to(self, run: str) -> bool:
         return self.state.lease is not None and self.state.lease.run == run
+
+    def _standing(self) -> Decision:
+        """The roles that the cells were told last."""
+        told = {cell: self.state.desired.get(cell) for cell in self.state.cells}
+        assignments = {
+            cell: Assignment(step=desired.step, core=desired.core)
+            if desired and desired.role == "train"
+            else Assignment()
+            for cell, desired in told.items()
+        }
+        return Decision(assignments=assignments, reason=self.state.reason)
 
     def _view(self) -> PoolView:
         """What the policy looks at; `watch_demand` fills in the counts of unfinished episodes."""

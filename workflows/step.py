@@ -16,26 +16,23 @@ from temporalio.exceptions import ActivityError, ApplicationError
 
 with workflow.unsafe.imports_passed_through():
     from workflows import calls, names
-    from workflows.contracts import (
+    from workflows.contracts import GroupInput, GroupResult, StepInput, StepResult
+    from workflows.gradient_ledger import GradientLedger, Trainer
+    from workflows.group import Group, cause_of
+    from workflows.orders import (
         Candidate,
         CommitInput,
         FinishInput,
         GradientsInput,
         GradientSum,
-        GroupInput,
-        GroupResult,
         RunContext,
         StepClosed,
         StepFinished,
-        StepInput,
         StepOpened,
         StepProgress,
-        StepResult,
         TrainerReady,
         TrainInput,
     )
-    from workflows.gradient_ledger import GradientLedger, Trainer
-    from workflows.group import Group, cause_of
 
 WAVE = 64
 """Groups in flight at once: a wide fan-out in one workflow task would pass the server's message limit."""
@@ -78,6 +75,8 @@ class Step:
         )
         await calls.open_step(step)
         await self._tell_scheduler("step_opened", self._opened())
+        if step.train and step.config.max_staleness:
+            await calls.await_turn(step.run, step.step)
         training = asyncio.create_task(self._train()) if step.train else None
         await self._run_groups()
         candidate = await training if training is not None else None

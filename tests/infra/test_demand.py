@@ -18,5 +18,18 @@ async def test_repeated_starts_and_ends_count_once(redis: Redis) -> None:
     assert (counted.unfinished, counted.running) == (2, 0)
 
 
+async def test_a_later_step_waits_for_the_starts_of_the_ones_before_and_not_for_their_ends(redis: Redis) -> None:
+    await demand.open_step(redis, "r", 3, 2)
+    await demand.open_step(redis, "r", 4, 2)
+    assert await demand.older_queued(redis, "r", 4) == 2
+    assert await demand.older_queued(redis, "r", 3) == 0
+    await demand.episode_started(redis, "r", 3, "a")
+    await demand.episode_started(redis, "r", 3, "b")
+    assert await demand.older_queued(redis, "r", 4) == 0
+    assert await demand.running_episodes(redis, "r") == 2
+    await demand.close_step(redis, "r", 3)
+    assert await demand.running_episodes(redis, "r") == 0
+
+
 async def test_a_step_that_is_not_known_has_no_total(redis: Redis) -> None:
     assert (await demand.demand_of(redis, "r", 7)).total == 0

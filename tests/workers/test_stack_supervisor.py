@@ -14,10 +14,11 @@ from pathlib import Path
 
 from conftest import free_port
 
+from infra.episodes.processes import start_time
 from infra.settings import Settings
 from workers.local import end_leftovers, read_state
 from workers.processes import ProcessSpec, child_environment, local_stack
-from workers.stack import Stack, process_start_time
+from workers.stack import Stack
 
 SERVER = """
 import socketserver, sys
@@ -94,7 +95,7 @@ def test_what_a_killed_supervisor_left_is_found_and_ended(tmp_path: Path) -> Non
     settings = Settings(home=tmp_path)
     left = subprocess.Popen(["sleep", "600"], start_new_session=True)
     (tmp_path / "pids").mkdir()
-    entry = {"pid": left.pid, "start_time": process_start_time(left.pid)}
+    entry = {"pid": left.pid, "start_time": start_time(left.pid)}
     (tmp_path / "pids" / "left.json").write_text(json.dumps(entry))
     (tmp_path / "pids" / "reused.json").write_text(json.dumps({"pid": os.getpid(), "start_time": 1}))
     assert end_leftovers(settings) == ["left"]

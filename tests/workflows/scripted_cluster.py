@@ -17,27 +17,29 @@ from temporalio.exceptions import ApplicationError
 from workflows.calls import LOST
 from workflows.configuration import RunConfig
 from workflows.contracts import (
-    Candidate,
-    CellOrder,
-    CellReport,
-    CommitInput,
-    DrainInput,
-    DrainResult,
     EpisodeExit,
     EpisodeInput,
-    FinishInput,
     GradeInput,
-    GradientsInput,
-    GradientSum,
     GroupResult,
     MicroStepRef,
     Outcome,
     ProcessInput,
     RunFacts,
     StepInput,
+    Verdict,
+)
+from workflows.orders import (
+    Candidate,
+    CellOrder,
+    CellReport,
+    CommitInput,
+    DrainInput,
+    DrainResult,
+    FinishInput,
+    GradientsInput,
+    GradientSum,
     TrainInput,
     TrainResult,
-    Verdict,
     WatchCellInput,
 )
 from workflows.policies import Decision, PoolView, decide
@@ -66,6 +68,7 @@ class ScriptedCluster:
             self.inspect_run,
             self.open_step,
             self.close_step,
+            self.await_turn,
             self.describe_steps,
             self.run_episode,
             self.grade_episode,
@@ -93,6 +96,10 @@ class ScriptedCluster:
     @activity.defn(name="close_step")
     async def close_step(self, run: str, step: int) -> None:
         self.log.append(("close", step))
+
+    @activity.defn(name="await_turn")
+    async def await_turn(self, run: str, step: int) -> None:
+        self.log.append(("turn", step))
 
     @activity.defn(name="describe_steps")
     async def describe_steps(self, run: str, steps: list[int]) -> dict[str, str]:

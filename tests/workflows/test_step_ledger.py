@@ -6,8 +6,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from workflows.contracts import MicroStepRef, TrainerReady
+from workflows.contracts import MicroStepRef
 from workflows.gradient_ledger import GradientLedger
+from workflows.orders import TrainerReady
 
 
 def ready(cell: int, incarnation: str, core: bool = False) -> TrainerReady:
