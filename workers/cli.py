@@ -37,7 +37,7 @@ from workflows.run import Run, RunState
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help="Train coding agents, durably.")
 submit = typer.Typer(no_args_is_help=True, help="Submit a run, or a step of a run.")
 app.add_typer(submit, name="submit")
-console = Console()
+console = Console(soft_wrap=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 RunName = Annotated[str, typer.Argument(help="Name of the run.")]
@@ -108,8 +108,8 @@ async def up() -> None:
     from workers.local import up as start
 
     settings = Settings()
-    await start(settings, lambda line: console.print(line, highlight=False))
-    console.print(f"the stack is up; Temporal UI: {settings.temporal_ui}", highlight=False)
+    await start(settings, console.print)
+    console.print(f"the stack is up; Temporal UI: {settings.temporal_ui}")
 
 
 @app.command()
@@ -147,9 +147,9 @@ async def doctor(as_json: Json = False) -> None:
     else:
         for finding in findings:
             mark = "[green]ok  [/]" if finding.ok else "[red]fault[/]"
-            console.print(f"{mark} {finding.part:<16} {finding.detail}", highlight=False)
+            console.print(f"{mark} {finding.part:<16} {finding.detail}")
             if not finding.ok and finding.mend:
-                console.print(f"      mend: {finding.mend}", highlight=False)
+                console.print(f"      mend: {finding.mend}")
     if not all(finding.ok for finding in findings):
         raise typer.Exit(1)
 
@@ -181,7 +181,7 @@ async def submit_run(
             )
         except WorkflowAlreadyStartedError:
             raise UsageError(f"there is a run {read.name!r} already: give this one another name") from None
-        console.print(f"run {read.name} is submitted: gyre watch {read.name}", highlight=False)
+        console.print(f"run {read.name} is submitted: gyre watch {read.name}")
         if follow:
             await follow_run(client, redis, settings, read.name, console=console)
 
@@ -278,7 +278,7 @@ async def episodes(
         show(found)
     else:
         for seal in found:
-            console.print(episode_line(seal), highlight=False, soft_wrap=True)
+            console.print(episode_line(seal))
 
 
 @app.command("show")
@@ -310,7 +310,7 @@ async def replay(
     if as_json:
         show(result.model_dump())
     else:
-        console.print(result.describe(), highlight=False)
+        console.print(result.describe())
     if not result.equal:
         raise typer.Exit(1)
 
@@ -326,7 +326,7 @@ async def policy(
     """Make the tiny policy (about a minute of CPU), or reuse it; prints its folder."""
     from workers.quickstart import prepare
 
-    console.print(str(await asyncio.to_thread(prepare, seed, lambda line: console.print(line, highlight=False))))
+    console.print(str(await asyncio.to_thread(prepare, seed, console.print)))
 
 
 @app.command()

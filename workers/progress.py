@@ -107,7 +107,7 @@ async def watch(
             for result in view.run.results:
                 if result.step > shown:
                     shown = result.step
-                    console.print(step_line(result), highlight=False, soft_wrap=True)
+                    console.print(step_line(result))
             live.update(live_line(view))
             if view.ended:
                 return view

@@ -99,7 +99,7 @@ async def run_quickstart(*, seed: int, steps: int, staleness: int, keep: bool, c
     started = time.monotonic()
 
     def say(line: str) -> None:
-        console.print(f"[dim]{time.monotonic() - started:6.1f} s[/] {line}", highlight=False)
+        console.print(f"[dim]{time.monotonic() - started:6.1f} s[/] {line}")
 
     policy = await asyncio.to_thread(prepare, seed, say)
     tasks = await asyncio.to_thread(prepare_tasks, seed)
@@ -107,16 +107,12 @@ async def run_quickstart(*, seed: int, steps: int, staleness: int, keep: bool, c
     try:
         await up(settings, say)
         await _train(settings, policy, tasks, seed=seed, steps=steps, staleness=staleness, console=console)
-        console.print(f"took {time.monotonic() - started:.0f} s", highlight=False)
+        console.print(f"took {time.monotonic() - started:.0f} s")
     finally:
         if not keep:
             await down(settings)
-    if keep:
-        console.print(f"the stack goes on; Temporal UI: {settings.temporal_ui} (gyre down ends it)", highlight=False)
-    else:
-        console.print(
-            f"the stack is down; `gyre up` brings it back, Temporal UI: {settings.temporal_ui}", highlight=False
-        )
+    state = "goes on (`gyre down` ends it)" if keep else "is down (`gyre up` brings it back)"
+    console.print(f"the stack {state}; Temporal UI: {settings.temporal_ui}")
 
 
 async def _train(
@@ -126,7 +122,7 @@ async def _train(
     config = quickstart_config(name, policy, tasks, seed=seed, steps=steps, staleness=staleness)
     client = await connect(settings)
     redis = Redis.from_url(settings.redis)
-    console.print(f"run {name}; Temporal UI: {settings.temporal_ui}", highlight=False)
+    console.print(f"run {name}; Temporal UI: {settings.temporal_ui}")
     memory = PeakMemory(settings)
     try:
         await client.start_workflow(
@@ -146,6 +142,6 @@ async def _train(
     draw_curve(view.run.results, f"{name}: pass rate", picture)
     evaluations = [result for result in view.run.results if not result.train]
     curve = ", ".join(f"v{result.version}: {result.pass_rate:.3f}" for result in evaluations)
-    console.print(f"held-out pass rate over {evaluations[-1].valid} tasks: {curve}", highlight=False)
-    console.print(f"peak memory of the stack: {memory.peak_gib:.1f} GiB (PSS)", highlight=False)
-    console.print(f"curve: {picture}", highlight=False)
+    console.print(f"held-out pass rate over {evaluations[-1].valid} tasks: {curve}")
+    console.print(f"peak memory of the stack: {memory.peak_gib:.1f} GiB (PSS)")
+    console.print(f"curve: {picture}")

@@ -6,6 +6,7 @@ the step's micro-steps is checked against the sealed call records.
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -56,6 +57,7 @@ class StepReplay(BaseModel):
 
 def replay_step(settings: Settings, run: str, step: int) -> StepReplay:
     """Raises UsageError when there is nothing to replay, ProvenanceError when a trained token can't be proven."""
+    warnings.filterwarnings("ignore", module="megatron")  # it misses Transformer Engine and Apex, aloud
     blobs = BlobStore(settings.blobs)
     result, config = _recorded(blobs, run, step)
     from infra.megatron.checkpoint import load_candidate

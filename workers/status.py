@@ -58,10 +58,10 @@ def print_status(found: dict[str, Any], console: Console) -> None:
     for name, process in found["processes"].items():
         processes.add_row(name, str(process["pid"]), "yes" if process["ready"] else "no", str(process["restarts"]))
     console.print(processes)
-    console.print(f"Temporal {found['temporal']}, UI {found['temporal_ui']}", highlight=False)
+    console.print(f"Temporal {found['temporal']}, UI {found['temporal_ui']}")
     cells = " ".join(f"{cell}={role}" for cell, role in found["cells"].items())
     leased = found["leased_to"] or "nobody"
-    console.print(f"pool {found['pool']}: {cells}; version {found['version']}; leased to {leased}", highlight=False)
-    console.print(f"last decision: {found['reason']}", highlight=False)
+    console.print(f"pool {found['pool']}: {cells}; version {found['version']}; leased to {leased}")
+    console.print(f"last decision: {found['reason']}")
     for run in found["runs"]:
-        console.print(f"run {run['run']}: {run['status']}, started {run['started']}", highlight=False)
+        console.print(f"run {run['run']}: {run['status']}, started {run['started']}")
