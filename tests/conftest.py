@@ -1,14 +1,14 @@
-"""Fixtures that several areas share: a real Valkey, and free ports."""
+"""Fixtures that several areas share: a real Valkey, a real harness."""
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from free_ports import free_port
 from redis import Redis as BlockingRedis
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -18,12 +18,6 @@ from infra.harness.adapters import Harness, HarnessUnavailable, harness_named
 from infra.harness.install import install
 
 ROOT = Path(__file__).parents[1]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import free_port
+from free_ports import free_port
 
 GYRE = str(Path(sys.executable).parent / "gyre")
 

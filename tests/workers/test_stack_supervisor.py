@@ -12,7 +12,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
-from conftest import free_port
+from free_ports import free_port
 
 from infra.episodes.processes import start_time
 from infra.settings import Settings
