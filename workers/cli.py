@@ -117,9 +117,13 @@ async def up() -> None:
 async def down() -> None:
     """End the local stack. Its state stays in GYRE_HOME."""
     from workers.local import down as stop
+    from workers.local import running_harnesses
 
-    ended = await stop(Settings())
+    settings = Settings()
+    ended = await stop(settings)
     console.print("the stack is down" if ended else "nothing was running")
+    if left := running_harnesses(settings):
+        console.print(f"{left} harnesses run on: they go on with `gyre up`, or end with their budget")
 
 
 @app.command()

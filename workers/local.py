@@ -32,6 +32,8 @@ from workflows.cell import Cell, CellState
 from workflows.scheduler import Scheduler, SchedulerState
 
 RETENTION = "720h"
+SOCKET_PATH_LIMIT = 107
+"""Bytes of a unix socket's path at most (Linux)."""
 
 
 def read_state(settings: Settings) -> dict[str, Any] | None:
@@ -46,6 +48,9 @@ def read_state(settings: Settings) -> dict[str, Any] | None:
 def missing_parts(settings: Settings) -> list[str]:
     """What must be there before anything is started; each line says how to mend it."""
     missing = []
+    longest = max((str(settings.replica_socket(cell)) for cell in settings.cell_names()), key=len)
+    if len(longest) > SOCKET_PATH_LIMIT:
+        missing.append(f"{longest} is too long for a unix socket: set GYRE_HOME to a shorter path")
     for program, package in (("bwrap", "bubblewrap"), ("socat", "socat")):
         if not any((Path(folder) / program).exists() for folder in os.environ.get("PATH", "").split(":")):
             missing.append(f"{program} is not installed: apt-get install {package}")
@@ -197,6 +202,16 @@ async def down(settings: Settings, deadline_s: float = 60.0) -> bool:
         await asyncio.sleep(0.1)
     end_leftovers(settings)
     return True
+
+
+def running_harnesses(settings: Settings) -> int:
+    """Harnesses on this machine whose supervisor lives: they outlive workers, and the stack."""
+    count = 0
+    for file in settings.episodes.glob("*/*/*/*/supervisor.json"):
+        if not (file.parent / "exit.json").exists():
+            registered = json.loads(file.read_text(encoding="utf-8"))
+            count += start_time(registered["pid"]) == registered["start"]
+    return count
 
 
 def end_leftovers(settings: Settings) -> list[str]:

@@ -78,6 +78,8 @@ class SchedulerConfig(Contract):
     policy: Literal["watermark", "colocate", "async"] = "watermark"
     training_cells: int = Field(default=1, ge=1)
     """Cells that the static split of `async` gives to training."""
+    claim_s: float = Field(default=30.0, gt=0)
+    """Seconds of training work that one claim of a cell holds: less is lost with a replica than the claim costs."""
     satellite_s: float = Field(default=5.0, ge=0)
     """Seconds of training work that must wait before a further cell joins (about twice a role switch)."""
 

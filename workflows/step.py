@@ -36,8 +36,6 @@ with workflow.unsafe.imports_passed_through():
 
 WAVE = 64
 """Groups in flight at once: a wide fan-out in one workflow task would pass the server's message limit."""
-CLAIM_S = 30.0
-"""Training work that one claim holds: less work is lost with a replica than an activity costs."""
 
 GYRE_RUN = SearchAttributeKey.for_keyword("GyreRun")
 GYRE_STEP = SearchAttributeKey.for_int("GyreStep")
@@ -195,7 +193,7 @@ class Step:
         return all_groups and self.ledger.complete and self.ledger.core is not None
 
     def _claim_tokens(self) -> int:
-        return int(CLAIM_S * (self._tokens_per_s() or 1000.0))
+        return int(self.step.config.scheduler.claim_s * (self._tokens_per_s() or 1000.0))
 
     def _tokens_per_s(self) -> float:
         return self.trained_tokens / self.trained_s if self.trained_s > 1 else 0.0

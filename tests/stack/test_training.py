@@ -10,7 +10,7 @@ from local_stack import LocalStack
 
 from infra.blobs import BlobStore
 from infra.harness.adapters import Harness
-from workflows.configuration import SchedulerConfig
+from workflows.configuration import SchedulerConfig, TrajectoryConfig
 
 pytestmark = pytest.mark.stack
 
@@ -42,10 +42,25 @@ async def test_a_run_trains_and_cells_switch_role_inside_each_step(stack: LocalS
 
 
 async def test_the_gradient_of_two_cells_is_that_of_one(stack: LocalStack) -> None:
-    stack.submit(stack.config("two-cells", steps=2, scheduler=SchedulerConfig(policy="colocate"), group_size=8))
+    small = {"trajectory": TrajectoryConfig(token_budget=256), "group_size": 8, "steps": 3}
+    stack.submit(stack.config("two-cells", scheduler=SchedulerConfig(policy="colocate", claim_s=0.1), **small))
     results = await stack.finished("two-cells")
     assert_sound(results, stack)
     assert any(result["satellites"] for result in results), "no satellite gave a sum"
+
+
+async def test_a_static_split_trains_on_cells_that_never_serve(stack: LocalStack) -> None:
+    stack.submit(stack.config("split", steps=2, scheduler=SchedulerConfig(policy="async"), max_staleness=1))
+    results = await stack.finished("split")
+    assert_sound(results, stack)
+    served = {
+        cell
+        for seal in stack.json("episodes", "split")
+        for record in stack.json("show", seal["episode"])["records"][:1]
+        for cell in record["cells"]
+        if seal["step"] == 1
+    }
+    assert served == {"cell-1"}
 
 
 async def test_steps_overlap_when_staleness_is_allowed(stack: LocalStack) -> None:

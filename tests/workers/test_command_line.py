@@ -77,6 +77,11 @@ def test_up_without_its_binaries_names_the_package(tmp_path: Path) -> None:
     assert "apt-get install" in one_clear_line(gyre("up", folder=tmp_path, PATH=str(tmp_path)))
 
 
+def test_a_home_that_is_too_deep_for_sockets_is_refused(tmp_path: Path) -> None:
+    done = gyre("up", folder=tmp_path, GYRE_HOME=str(tmp_path / ("x" * 100)))
+    assert "GYRE_HOME" in one_clear_line(done)
+
+
 def test_wrong_settings_are_named(tmp_path: Path) -> None:
     assert "cells" in one_clear_line(gyre("status", folder=tmp_path, GYRE_CELLS="none"))
 
