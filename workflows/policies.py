@@ -96,13 +96,13 @@ def watermark(view: PoolView) -> Decision:
     spare = max(0, len(view.cells) - needed)
     already = _already(view, step)
     filler = any(other.unfinished for other in view.steps if other.step > step.step)
-    if step.unfinished == 0:
+    if step.unfinished == 0 and not serving_evaluation:
         spare = max(spare, 1)
     wanted = 0
     if step.unfinished == 0 or step.ready or (step.unfinished < step.total and not filler):
         seconds = step.ready_tokens / view.tokens_per_s
-        extra = int(seconds / view.scheduler.satellite_s) if view.scheduler.satellite_s else step.ready - 1
-        wanted = 1 + max(0, min(extra, step.ready - 1))
+        worth = seconds / view.scheduler.satellite_s if view.scheduler.satellite_s else math.inf
+        wanted = 1 + int(min(worth, max(0, step.ready - 1)))
     trainers = max(min(spare, wanted), already)
     reason = (
         f"step {step.step}: {step.unfinished} of {step.total} episodes unfinished need {needed} of "

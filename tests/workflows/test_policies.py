@@ -133,6 +133,13 @@ def test_the_static_split_never_moves() -> None:
     assert trainers(pool(96, policy="async")) == trainers(pool(0, ready=5, policy="async")) == ["cell-0"]
 
 
+def test_the_last_cell_serves_an_evaluation_before_it_trains() -> None:
+    view = pool(0, ready=3, tokens=3000, cells=1)
+    evaluation = StepView(step=-1, train=False, unfinished=1, total=1, ready=0)
+    assert trainers(view.model_copy(update={"steps": [evaluation, *view.steps]})) == []
+    assert trainers(view) == ["cell-0"]
+
+
 def test_filler_of_a_later_step_does_not_keep_the_core_from_ready_work() -> None:
     view = pool(10, ready=2, tokens=500)
     later = StepView(step=1, train=True, unfinished=96, total=96, ready=0)
