@@ -19,6 +19,7 @@ from temporalio.exceptions import ApplicationError, is_cancelled_exception
 
 with workflow.unsafe.imports_passed_through():
     from workflows import calls, names
+    from workflows.cancellation import heed_cancellation
     from workflows.configuration import RunConfig
     from workflows.contracts import PauseRequest, RunFacts, RunStatus, StepInput, StepResult, SubmitStep
     from workflows.orders import LeaseRequest, RunContext, StepFinished
@@ -167,11 +168,13 @@ class Run:
             scheduler = workflow.get_external_workflow_handle(names.scheduler_id(state.pool))
             await scheduler.signal("request_lease", request)
             self._describe()
+            heed_cancellation()
             await workflow.wait_condition(lambda: state.leased)
 
     async def _loop(self) -> None:
         state = self.state
         while not self._over():
+            heed_cancellation()
             self._raise_failure()
             step = self._next()
             if step is not None:

@@ -16,6 +16,7 @@ from temporalio.exceptions import ActivityError, ApplicationError
 
 with workflow.unsafe.imports_passed_through():
     from workflows import calls, names
+    from workflows.cancellation import heed_cancellation
     from workflows.contracts import GroupInput, GroupResult, StepInput, StepResult
     from workflows.gradient_ledger import GradientLedger, Trainer
     from workflows.group import Group, cause_of
@@ -73,6 +74,7 @@ class Step:
         )
         await calls.open_step(step)
         await self._tell_scheduler("step_opened", self._opened())
+        heed_cancellation()
         if step.train and step.config.max_staleness:
             await calls.await_turn(step.run, step.step)
         training = asyncio.create_task(self._train()) if step.train else None
