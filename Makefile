@@ -2,17 +2,23 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 DEBIAN := bubblewrap socat libibverbs1 libnuma1 libcurl4
+HARNESSES := mini-swe-agent claude-code codex qwen-code opencode
+STAMPS := $(HARNESSES:%=.gyre-harness/%/.installed)
 export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: train test check install debian clean
+.PHONY: train test test-harnesses check install debian nodejs clean
 
 train: install
 	$(BIN)/gyre quickstart $(ARGS)
 
-test: install .gyre-harness/mini-swe-agent/.installed
+test: install $(STAMPS)
 	$(BIN)/python -m pytest $(ARGS)
+
+# The same checks of the real harnesses as in `make test`, with longer conversations.
+test-harnesses: install $(STAMPS)
+	GYRE_TEST_TURNS=$(or $(TURNS),60) $(BIN)/python -m pytest tests/harnesses $(ARGS)
 
 check: install
 	$(BIN)/ruff check .
@@ -33,9 +39,14 @@ $(VENV)/.installed: requirements.lock pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 
-.gyre-harness/mini-swe-agent/.installed: infra/harness/install.py | $(VENV)/.installed
-	$(BIN)/python -m infra.harness.install mini-swe-agent --into .gyre-harness/mini-swe-agent
+.gyre-harness/%/.installed: infra/harness/install.py | $(VENV)/.installed nodejs
+	$(BIN)/python -m infra.harness.install $* --into .gyre-harness/$*
 	touch $@
+
+nodejs:
+	@if ! command -v npm >/dev/null; then \
+	  if [ "$$(id -u)" = 0 ]; then apt-get update -qq && apt-get install -y -qq nodejs npm; \
+	  else echo "harnesses from npm need Node.js 20 or newer and npm: install nodejs and npm"; exit 2; fi; fi
 
 clean:
 	rm -rf .gyre .cache/tasks

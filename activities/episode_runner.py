@@ -1,7 +1,8 @@
 """Run one episode to its end, whoever asks: the activity, or a worker that adopts it after a restart.
 
-Invariant: one generation of an episode may speak at a time. A generation's call records lie under a name of its own,
-so that an episode which is started again from zero never mixes with what its predecessor said.
+Invariant: one generation of an episode may speak at a time. An episode that is started again from zero keeps its call
+records under a name of that generation's own, so they never mix with what its predecessor said; one that its harness
+resumes goes on under its predecessor's name.
 """
 
 from __future__ import annotations
@@ -10,15 +11,26 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from redis.asyncio import Redis
 
 from activities.services import Services, as_bytes
 from infra import demand, keys
-from infra.episodes.launch import EpisodeLaunch, Exit, Running, SupervisorLost, launch_or_adopt, stop, wait
+from infra.episodes.launch import (
+    EpisodeLaunch,
+    Exit,
+    Running,
+    SupervisorLost,
+    can_resume,
+    dead_supervisor,
+    launch_or_adopt,
+    stop,
+    wait,
+)
 from infra.episodes.workspace import pack_workspace
-from infra.harness.adapters import harness_named
+from infra.harness.registry import harness_named
 from infra.sandbox.bubblewrap import Bubblewrap
 from infra.tasks.harbor import Task, list_tasks, load_task
 from workflows import names
@@ -35,8 +47,23 @@ class LeaseHeld(RuntimeError):
     """An older generation still holds its lease, on another host."""
 
 
+@dataclass(frozen=True)
+class Start:
+    """A generation of an episode."""
+
+    name: str
+    """Of the episode."""
+    generation: int
+    records: str
+    """Name of its call records, lease and counts."""
+
+    @property
+    def resumes(self) -> bool:
+        return self.records != generation_name(self.name, self.generation)
+
+
 def generation_name(episode: str, generation: int) -> str:
-    """Name of a generation's call records, lease and counts."""
+    """Name of the call records, lease and counts of a generation that starts from zero."""
     return episode if generation == 1 else f"{episode}~{generation}"
 
 
@@ -63,53 +90,86 @@ class EpisodeRunner:
         """To the end. Cancelling leaves the harness running, to be adopted; ``cancel`` ends it."""
         name = self.name(episode)
         await demand.episode_started(self._redis, episode.run, episode.step, name)
-        generation = int(await self._redis.get(keys.generation_of(name)) or 1)
+        start = await self._current(name)
         while True:
             try:
-                exit_ = await self._run_generation(episode, generation, on_beat)
+                exit_ = await self._run_generation(episode, start, on_beat)
                 break
             except SupervisorLost:
-                if generation > episode.restarts:
+                if start.generation > episode.restarts:
                     raise
-                generation += 1
-        return await self._ended(episode, generation, exit_)
+                start = await self._next(episode, start)
+        return await self._ended(episode, start, exit_)
 
     async def cancel(self, episode: EpisodeInput) -> None:
         """End the harness, if it runs here, and everything that its key allows."""
-        generation = int(await self._redis.get(keys.generation_of(self.name(episode))) or 1)
+        start = await self._current(self.name(episode))
         with contextlib.suppress(SupervisorLost):  # then nothing of it runs any more
-            await stop(await self._launch(episode, generation))
+            await stop(await self._launch(episode, start))
         await self._ended_counts(episode)
 
-    async def _run_generation(self, episode: EpisodeInput, generation: int, on_beat: Callable[[], None]) -> Exit:
-        await self._take_over(self.name(episode), generation)
-        return await wait(await self._launch(episode, generation), on_beat)
+    async def _current(self, name: str) -> Start:
+        """The generation that may speak now."""
+        generation, records = await self._redis.mget(keys.generation_of(name), keys.records_of(name))
+        number = int(generation or 1)
+        return Start(name, number, as_bytes(records).decode() if records else generation_name(name, number))
 
-    async def _launch(self, episode: EpisodeInput, generation: int) -> Running:
+    async def _next(self, episode: EpisodeInput, lost: Start) -> Start:
+        """What follows a lost generation: the harness's resume where it has one and its files are here, else zero."""
+        if episode.restart == "resume":
+            launch = await self._describe(episode, lost, api_key="")
+            harness = harness_named(episode.harness, self._services.settings.harnesses)
+            if can_resume(self.folder(episode), harness, launch.session()):
+                return Start(lost.name, lost.generation + 1, lost.records)
+        return Start(lost.name, lost.generation + 1, generation_name(lost.name, lost.generation + 1))
+
+    async def _run_generation(self, episode: EpisodeInput, start: Start, on_beat: Callable[[], None]) -> Exit:
+        await self._take_over(start, self.folder(episode))
+        return await wait(await self._launch(episode, start), on_beat)
+
+    async def _launch(self, episode: EpisodeInput, start: Start) -> Running:
         """Start or adopt; a fresh key is made for the case that it starts, and revoked when it wasn't needed."""
-        name = generation_name(self.name(episode), generation)
-        task = await asyncio.to_thread(task_at, episode.task_set, episode.task)
-        settings, budget, sampling = self._services.settings, episode.budget, episode.sampling
+        settings, sampling = self._services.settings, episode.sampling
+        harness = harness_named(episode.harness, settings.harnesses)
         api_key = f"gyre-{secrets.token_urlsafe(24)}"
+        launch = await self._describe(episode, start, api_key)
         stands_for = keys.EpisodeKey(
-            episode=name,
-            generation=generation,
+            episode=start.records,
+            generation=start.generation,
             min_version=episode.min_version,
             max_version=episode.max_version,
             temperature=sampling.temperature,
             max_new_tokens=sampling.max_new_tokens,
             context_limit=sampling.context_limit,
             max_calls=sampling.max_calls,
+            harness=harness.name,
+            patience_s=harness.patience_s,
         )
-        lifetime = int(budget.wall_s + KEY_SPARE_S)
+        lifetime = int(episode.budget.wall_s + KEY_SPARE_S)
         await self._redis.set(keys.key(api_key), stands_for.model_dump_json(), ex=lifetime)
-        launch = EpisodeLaunch(
-            episode=name,
-            generation=generation,
+        running = await launch_or_adopt(launch, harness, self._sandbox)
+        if running.mode == "started":
+            before = await self._redis.get(keys.api_key_of(start.records))
+            await self._redis.set(keys.api_key_of(start.records), api_key, ex=lifetime)
+            if before is not None:
+                await self._redis.delete(keys.key(as_bytes(before).decode()))
+        else:
+            await self._redis.delete(keys.key(api_key))
+        return running
+
+    async def _describe(self, episode: EpisodeInput, start: Start, api_key: str) -> EpisodeLaunch:
+        task = await asyncio.to_thread(task_at, episode.task_set, episode.task)
+        settings, budget, sampling = self._services.settings, episode.budget, episode.sampling
+        return EpisodeLaunch(
+            episode=start.records,
+            generation=start.generation,
+            resume=start.resumes,
             folder=self.folder(episode),
             task=task,
             api_key=api_key,
             model=MODEL,
+            context_limit=sampling.context_limit,
+            max_output=sampling.max_new_tokens,
             proxy_socket=settings.proxy_socket,
             redis_url=settings.redis,
             budget_s=budget.active_s,
@@ -117,30 +177,31 @@ class EpisodeRunner:
             grace_s=GRACE_S,
             lease_ttl_s=LEASE_S,
         )
-        running = await launch_or_adopt(launch, harness_named(episode.harness, settings.harnesses), self._sandbox)
-        if running.mode == "started":
-            await self._redis.set(keys.api_key_of(name), api_key, ex=lifetime)
-        else:
-            await self._redis.delete(keys.key(api_key))
-        return running
 
-    async def _take_over(self, episode: str, generation: int) -> None:
-        """Make ``generation`` the one that may speak; the one before must have ended, or lost its lease."""
+    async def _take_over(self, start: Start, folder: Path) -> None:
+        """Make this generation the one that may speak; the one before must have ended, or lost its lease."""
         async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.set(keys.generation_of(episode), generation)
-            pipe.set(keys.generation_of(generation_name(episode, generation)), generation)
+            pipe.set(keys.generation_of(start.name), start.generation)
+            pipe.set(keys.generation_of(start.records), start.generation)
+            pipe.set(keys.records_of(start.name), start.records)
             await pipe.execute()
-        if generation == 1:
-            return
-        before = keys.lease(generation_name(episode, generation - 1))
+        earlier = [generation_name(start.name, number) for number in range(1, start.generation + 1)]
         deadline = asyncio.get_running_loop().time() + LEASE_S + GRACE_S
-        while await self._redis.exists(before):
+        while held := await self._older_lease(earlier, start.generation, folder):
             if asyncio.get_running_loop().time() > deadline:
-                raise LeaseHeld(f"{episode}: generation {generation - 1} still holds its lease")
+                raise LeaseHeld(f"{start.name}: {held} still holds its lease")
             await asyncio.sleep(0.5)
 
-    async def _ended(self, episode: EpisodeInput, generation: int, exit_: Exit) -> EpisodeExit:
-        name = generation_name(self.name(episode), generation)
+    async def _older_lease(self, records: list[str], generation: int, folder: Path) -> str:
+        """A supervisor of an older generation that may be running somewhere; "" for none."""
+        for holder in await self._redis.mget([keys.lease(name) for name in records]):
+            who = as_bytes(holder).decode() if holder else ""
+            if who and int(who.partition(":")[0]) < generation and who != dead_supervisor(folder):
+                return who
+        return ""
+
+    async def _ended(self, episode: EpisodeInput, start: Start, exit_: Exit) -> EpisodeExit:
+        name = start.records
         if (api_key := await self._redis.getdel(keys.api_key_of(name))) is not None:
             await self._redis.delete(keys.key(as_bytes(api_key).decode()))
         calls = int(await self._redis.llen(keys.calls(name)))

@@ -14,7 +14,7 @@ from temporalio.exceptions import ApplicationError
 
 from activities.episode_runner import EpisodeRunner
 from activities.services import Services
-from infra.harness.adapters import HarnessUnavailable
+from infra.harness.harness import HarnessUnavailable
 from infra.tasks.harbor import TaskInvalid
 from workflows.configuration import Contract
 from workflows.contracts import EpisodeExit, EpisodeInput

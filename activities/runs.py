@@ -15,7 +15,8 @@ from temporalio.exceptions import ApplicationError
 from activities.record_names import config_name, latest_name, step_name
 from activities.services import Services
 from infra.blobs import BlobMissing
-from infra.harness.adapters import HarnessUnavailable, harness_named
+from infra.harness.harness import HarnessUnavailable
+from infra.harness.registry import harness_named
 from infra.megatron.config import OptimizerConfig
 from infra.settings import Settings
 from infra.tasks.harbor import TaskInvalid, list_tasks, load_task

@@ -100,8 +100,9 @@ class TrajectoryActivities:
     async def _expire(self, group: ProcessInput) -> None:
         async with self._redis.pipeline(transaction=False) as pipe:
             for episode in group.episodes:
-                for name in keys.of_episode(episode.exit.records or episode.episode):
-                    pipe.expire(name, KEEP_RECORDS_S)
+                for of in {episode.episode, episode.exit.records or episode.episode}:
+                    for name in keys.of_episode(of):
+                        pipe.expire(name, KEEP_RECORDS_S)
             await pipe.execute()
 
 

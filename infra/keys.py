@@ -50,6 +50,10 @@ class EpisodeKey(BaseModel):
     """Tokens of prompt and output together at most."""
     max_calls: int
     """Calls of the episode at most; further ones are refused and the episode counts as truncated."""
+    harness: str = ""
+    """Name of the harness, for counts."""
+    patience_s: float = 600.0
+    """How long the harness waits for an answer without a stream, in seconds."""
 
 
 def key(api_key: str) -> str:
@@ -75,9 +79,33 @@ def open_calls(episode: str) -> str:
     return f"gyre:ep:{episode}:open"
 
 
+def left_calls(episode: str) -> str:
+    """Hash: name of a request (hex) -> JSON of an unfinished call whose connection has closed.
+
+    The same request, sent again to another proxy, waits for that call's turn instead of sampling one of its own.
+    """
+    return f"gyre:ep:{episode}:left"
+
+
+def wanted_calls(episode: str) -> str:
+    """Hash: name of a request (hex) -> Unix time at which a proxy last waited for another proxy's call."""
+    return f"gyre:ep:{episode}:wanted"
+
+
+def counts(episode: str) -> str:
+    """Hash of integers that no call record holds: ``replayed`` (turns delivered again), ``disagreements`` (of harness
+    hints with what the conversation shows)."""
+    return f"gyre:ep:{episode}:counts"
+
+
 def generation_of(episode: str) -> str:
     """Integer: the generation that may speak for the episode."""
     return f"gyre:ep:{episode}:generation"
+
+
+def records_of(episode: str) -> str:
+    """String: name under which the records of the generation that may speak lie; absent before the first."""
+    return f"gyre:ep:{episode}:records"
 
 
 def held(episode: str) -> str:
@@ -107,8 +135,9 @@ def api_key_of(episode: str) -> str:
 
 def of_episode(episode: str) -> list[str]:
     """Every key of an episode; none is needed once its records are sealed."""
-    names = (calls, turns, open_calls, generation_of, held, holding, lease, truncated, api_key_of)
-    return [name(episode) for name in names]
+    spoken = (calls, turns, open_calls, left_calls, wanted_calls, counts)
+    run = (generation_of, held, holding, lease, truncated, api_key_of)
+    return [name(episode) for name in spoken + run]
 
 
 def proxy_lease(proxy_id: str) -> str:
@@ -118,6 +147,11 @@ def proxy_lease(proxy_id: str) -> str:
 
 PROXIES = "gyre:proxies"
 """Set: ids of proxies that have ever registered; one whose lease has run out is dead."""
+
+
+def proxy_calls(proxy_id: str) -> str:
+    """Hash: request id -> episode of each unfinished call of a proxy, so that its peers can end them when it dies."""
+    return f"gyre:proxy:{proxy_id}:calls"
 
 
 def route_acks(cell: str) -> str:

@@ -49,7 +49,13 @@ class Settings(BaseSettings):
     """Episodes that one serving cell holds at once; the watermark policy counts with it."""
 
     harnesses: Path = Path(".gyre-harness")
-    """Folder with a virtual environment for each installed harness."""
+    """Folder with a folder for each installed harness."""
+
+    proxy_processes: int = Field(default=1, ge=1, le=64)
+    """Processes with which the proxy serves its port and its socket."""
+
+    proxy_limits: str = ""
+    """JSON object: fields of the proxy's limits that differ from its defaults; or the path of a file with one."""
 
     kv_tokens: int = Field(default=65536, ge=1024)
     """Tokens that the KV pool of one engine holds."""

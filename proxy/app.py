@@ -1,13 +1,13 @@
 """The HTTP face: paths, bodies, waiting answers and streams. Everything else is behind ``Gateway.call``.
 
-A stream is opened at once and pinged until its turn is finished; the turn is then sent whole. The chat endpoint is a
-plain ASGI callable: it has to see disconnects, and it is the hot path.
+A stream is opened as soon as its call is admitted, and pinged until its turn is finished; the turn is then sent
+whole. The endpoints of models are plain ASGI callables: they have to see disconnects, and they are the hot path.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, MutableMapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -19,7 +19,10 @@ from starlette.routing import Route
 
 from proxy import auth
 from proxy.calls import ModelRequest, Turn
-from proxy.dialects import openai_chat
+from proxy.dialects import anthropic, openai_chat
+from proxy.dialects.dialect import Dialect
+from proxy.dialects.openapi import openapi
+from proxy.dialects.registry import DIALECTS
 from proxy.episodes import Attempt, Connection
 from proxy.errors import BodyTooLarge, GatewayError, NoCell, Unavailable, UnknownPath
 from proxy.gateway import Gateway
@@ -48,42 +51,56 @@ def create_app(gateway: Gateway) -> FastAPI:
         await gateway.router.stop()
 
     async def models(_: Request) -> Response:
-        return Response(openai_chat.models(MODEL), media_type="application/json")
+        return _json(openai_chat.models(MODEL))
+
+    async def hello(_: Request) -> Response:
+        return Response()  # a harness looks at its start whether anybody is there
+
+    async def document(_: Request) -> Response:
+        return _json(orjson.dumps(openapi()))
 
     async def healthz(_: Request) -> Response:
-        return Response(orjson.dumps(gateway.status()), media_type="application/json")
+        return _json(orjson.dumps(gateway.status()))
 
     async def unknown(request: Request, _: Exception) -> Response:
         fault = UnknownPath(f"{request.method} {request.url.path}")
-        return Response(openai_chat.error(fault), fault.status, media_type="application/json")
+        dialect: Dialect = anthropic if b"anthropic-version" in dict(request.scope["headers"]) else openai_chat
+        return _json(dialect.error(fault), fault.status)
 
     app = FastAPI(lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
     app.add_exception_handler(404, unknown)
     app.add_exception_handler(405, unknown)
-    for path in openai_chat.PATHS:
-        app.router.routes.append(Route(path, ChatCompletions(gateway), methods=["POST"]))
+    for dialect in DIALECTS:
+        for path in dialect.PATHS:
+            app.router.routes.append(Route(path, Model(dialect, gateway), methods=["POST"]))
+    app.router.routes.append(Route(anthropic.COUNT_PATH, CountTokens(gateway), methods=["POST"]))
     app.add_route("/v1/models", models, methods=["GET"])
+    app.add_route("/api/hello", hello, methods=["GET", "HEAD"])
+    app.add_route("/openapi.json", document, methods=["GET"])
     app.add_route("/healthz", healthz, methods=["GET"])
     return app
 
 
-class ChatCompletions:
-    """ASGI endpoint of POST /v1/chat/completions."""
+class Model:
+    """ASGI endpoint of one dialect's calls."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, dialect: Dialect, gateway: Gateway) -> None:
+        self._dialect = dialect
         self._gateway = gateway
         self._limits = gateway.limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection = scope.get("state", {}).get("connection") or Connection()
         try:
+            headers = dict(scope["headers"])
             secret = auth.api_key(scope["headers"])
-            request = openai_chat.parse(await self._body(scope, receive))
-            attempt = await self._gateway.call(secret, request, "root", connection)
+            await self._gateway.check(secret)
+            request = self._dialect.parse(await read_body(headers, receive, self._limits.body_bytes), headers)
+            attempt = await self._gateway.call(secret, request, connection)
         except ClientGone:
             return
         except GatewayError as fault:
-            await _refuse(send, fault)
+            await _refuse(self._dialect, send, fault)
             return
         attempt.waiting += 1
         gone = asyncio.get_running_loop().create_task(_disconnected(receive))
@@ -100,67 +117,77 @@ class ChatCompletions:
 
     async def _answer(self, request: ModelRequest, attempt: Attempt, gone: asyncio.Task[None], send: Send) -> bool:
         """Wait and answer; returns whether the turn was delivered."""
-        await _either(attempt.turn, gone, self._limits.answer_s)
+        await _either(attempt.turn, gone, attempt.answer_s)
         if gone.done():
             return False
         if not attempt.turn.done():  # the call goes on; the same request finds it again
-            await _refuse(send, NoCell("the call is held, please ask again"))
+            await _refuse(self._dialect, send, NoCell("the call is held, please ask again"))
             return False
         try:
             turn = attempt.turn.result()
         except GatewayError as fault:
-            await _refuse(send, fault)
+            await _refuse(self._dialect, send, fault)
             return False
-        await _respond(send, 200, openai_chat.response(request, turn))
+        await _respond(send, 200, self._dialect.response(request, turn))
         return True
 
     async def _stream(self, request: ModelRequest, attempt: Attempt, gone: asyncio.Task[None], send: Send) -> bool:
-        """Wait, with pings, and send the finished turn as a stream; returns whether it was delivered.
-
-        The stream opens with the first ping, so that what fails before has its true status.
-        """
-        opened = False
+        """Open, wait with pings, and send the finished turn; returns whether it was delivered."""
+        await send({"type": "http.response.start", "status": 200, "headers": _STREAM})
+        await _part(send, self._dialect.stream_start(request, attempt.opening))
         while not attempt.turn.done() and not gone.done():
             await _either(attempt.turn, gone, self._limits.ping_s)
-            if attempt.turn.done() or gone.done():
-                break
-            if not opened:
-                await send({"type": "http.response.start", "status": 200, "headers": _STREAM})
-                opened = True
-            await send({"type": "http.response.body", "body": openai_chat.PING, "more_body": True})
+            if not attempt.turn.done() and not gone.done():
+                await _part(send, self._dialect.PING)
         if gone.done():
             return False
         try:
-            body, delivered = openai_chat.stream(request, attempt.turn.result()), True
+            body, delivered = self._dialect.stream_turn(request, attempt.turn.result()), True
         except GatewayError as fault:
-            if not opened:
-                await _refuse(send, fault)
-                return False
-            body, delivered = openai_chat.error_event(fault), False
-        if not opened:
-            await send({"type": "http.response.start", "status": 200, "headers": _STREAM})
+            body, delivered = self._dialect.stream_error(fault), False
         await send({"type": "http.response.body", "body": body})
         return delivered
 
-    async def _body(self, scope: Scope, receive: Receive) -> bytes:
-        """The request body. Raises BodyTooLarge before reading more than is allowed, and ClientGone."""
-        limit = self._limits.body_bytes
-        too_large = BodyTooLarge(f"the body is larger than {limit} bytes")
-        for name, value in scope["headers"]:
-            if name == b"content-length" and value.isdigit() and int(value) > limit:
-                raise too_large
-        parts: list[bytes] = []
-        size = 0
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGone
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > limit:
-                raise too_large
-            if not message.get("more_body"):
-                return b"".join(parts)
+
+class CountTokens:
+    """ASGI endpoint of POST /v1/messages/count_tokens: what a request would cost. Nothing is recorded."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            headers = dict(scope["headers"])
+            secret = auth.api_key(scope["headers"])
+            await self._gateway.check(secret)
+            body = await read_body(headers, receive, self._gateway.limits.body_bytes)
+            count = await self._gateway.count_tokens(secret, anthropic.parse_count(body, headers))
+        except ClientGone:
+            return
+        except GatewayError as fault:
+            await _refuse(anthropic, send, fault)
+            return
+        await _respond(send, 200, anthropic.count_tokens(count))
+
+
+async def read_body(headers: Mapping[bytes, bytes], receive: Receive, limit: int) -> bytes:
+    """A request's body of at most ``limit`` bytes. Raises BodyTooLarge before reading more, and ClientGone."""
+    too_large = BodyTooLarge(f"the body is larger than {limit} bytes")
+    announced = headers.get(b"content-length", b"")
+    if announced.isdigit() and int(announced) > limit:
+        raise too_large
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > limit:
+            raise too_large
+        if not message.get("more_body"):
+            return b"".join(parts)
 
 
 async def _either(turn: asyncio.Future[Turn], gone: asyncio.Future[None], timeout_s: float) -> None:
@@ -174,12 +201,20 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def _refuse(send: Send, fault: GatewayError) -> None:
+async def _refuse(dialect: Dialect, send: Send, fault: GatewayError) -> None:
     headers = [(b"retry-after", str(fault.retry_after).encode())] if isinstance(fault, Unavailable) else []
-    await _respond(send, fault.status, openai_chat.error(fault), headers)
+    await _respond(send, dialect.status(fault), dialect.error(fault), headers)
+
+
+async def _part(send: Send, body: bytes) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
 async def _respond(send: Send, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
     length = (b"content-length", str(len(body)).encode())
     await send({"type": "http.response.start", "status": status, "headers": [_JSON, length, *headers]})
     await send({"type": "http.response.body", "body": body})
+
+
+def _json(body: bytes, status: int = 200) -> Response:
+    return Response(body, status, media_type="application/json")

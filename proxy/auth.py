@@ -22,6 +22,8 @@ class Admission:
     key: keys.EpisodeKey
     calls: int
     """Recorded calls of the episode."""
+    left: bytes | None
+    """What ``keys.left_calls`` holds for the request."""
 
 
 def api_key(headers: Iterable[tuple[bytes, bytes]]) -> str:
@@ -41,21 +43,25 @@ class Keyring:
         self._redis = redis
         self._read: dict[str, tuple[bytes | str, keys.EpisodeKey]] = {}
 
-    async def admit(self, secret: str) -> Admission:
-        """Raises KeyRefused for an unknown, revoked or outdated key."""
-        known = self._read.get(secret)
-        if known is None:
-            known = self._remember(secret, await self._redis.get(keys.key(secret)))
+    async def admit(self, secret: str, name: bytes) -> Admission:
+        """``name``: of the request. Raises KeyRefused for an unknown, revoked or outdated key."""
+        known = await self.known(secret)
         episode = known[1].episode
         pipeline = self._redis.pipeline(transaction=False)
         pipeline.get(keys.key(secret))
         pipeline.get(keys.generation_of(episode))
         pipeline.llen(keys.calls(episode))
-        data, generation, calls = await pipeline.execute()
+        pipeline.hget(keys.left_calls(episode), name.hex())
+        data, generation, calls, left = await pipeline.execute()
         key = known[1] if data == known[0] else self._remember(secret, data)[1]
         if key.episode != episode or (generation is not None and key.generation < int(generation)):
             raise KeyRefused("it belongs to an older generation of its episode")
-        return Admission(key, int(calls))
+        return Admission(key, int(calls), left)
+
+    async def known(self, secret: str) -> tuple[bytes | str, keys.EpisodeKey]:
+        """What the key stood for when it was first seen. Raises KeyRefused for one that never was valid."""
+        known = self._read.get(secret)
+        return known if known is not None else self._remember(secret, await self._redis.get(keys.key(secret)))
 
     def _remember(self, secret: str, data: bytes | str | None) -> tuple[bytes | str, keys.EpisodeKey]:
         self._read.pop(secret, None)

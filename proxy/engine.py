@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-from infra.sglang.generation import Generation
+from infra.sglang.client import Loads
+from infra.sglang.generation import Generation, TokenIds
 
 OnTokens = Callable[[list[int], list[float]], None]
 
@@ -15,7 +16,7 @@ class Engine(Protocol):
 
     async def generate(
         self,
-        input_ids: Sequence[int],
+        input_ids: TokenIds,
         *,
         rid: str,
         max_new_tokens: int,
@@ -33,3 +34,12 @@ class Engine(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class Reporting(Protocol):
+    """An engine that tells how loaded it is; one that doesn't is never held back for its load."""
+
+    async def loads(self) -> Loads:
+        """Raises EngineError; EngineRefused with status 404 when this engine doesn't report."""
+        ...

@@ -12,9 +12,11 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from proxy.calls import Turn
+from infra.chat.messages import Message
+from proxy.calls import Opening, Turn
 from proxy.errors import RecordsLost
 from proxy.ledger import Ledger, Node
+from proxy.lineage import Lineage
 from proxy.notes import TurnNote, decode, message_of
 from proxy.recorder import Recorder
 from trajectory import records
@@ -34,6 +36,7 @@ class Attempt:
     rid: str
     generation: int
     """Of the key that asked for it; an unrecorded call of an older generation will never be recorded."""
+    opening: Opening
     turn: asyncio.Future[Turn]
     connections: set[Connection] = field(default_factory=set)
     """Connections that wait for it or got it."""
@@ -41,6 +44,8 @@ class Attempt:
     """Requests that wait for it now."""
     deliveries: int = 0
     """How often it was delivered whole."""
+    answer_s: float = 540.0
+    """How long a request without a stream waits for the turn before it is told to ask again."""
     left_at: float = 0.0
     """Monotonic time at which the last request stopped waiting."""
     node: Node | None = None
@@ -65,6 +70,7 @@ class Attempt:
 class Episode:
     name: str
     ledger: Ledger
+    lineage: Lineage = field(default_factory=Lineage)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while records are read or appended; never while a turn is sampled."""
     tail: str = records.FIRST_HASH
@@ -84,6 +90,11 @@ class Episode:
             if attempt.repeatable and (attempt.node is not None or attempt.generation == generation):
                 return attempt
         return None
+
+    def offered(self, key: bytes) -> Attempt | None:
+        """A recorded turn of another proxy that nobody here has got yet."""
+        found = [attempt for attempt in self.attempts.get(key, []) if attempt.generation < 0 and attempt.repeatable]
+        return found[-1] if found else None
 
     def forget_acknowledged(self) -> None:
         for key, attempts in list(self.attempts.items()):
@@ -111,13 +122,20 @@ class Episodes:
             episode = self._known[name] = Episode(name, self._new_ledger())
         episode.used_at = time.monotonic()
         if calls != len(episode.ledger.turns):
-            async with episode.lock:  # appends of this process included: the number may be outdated by now
-                left = await self._recorder.count(name)
-                if left < len(episode.ledger.turns):
-                    raise RecordsLost(f"{left} records of {name} are left of {len(episode.ledger.turns)}")
-                if left > len(episode.ledger.turns):
-                    await self.catch_up(episode)
+            await self.refresh(episode)
         return episode
+
+    def loaded(self) -> list[Episode]:
+        return list(self._known.values())
+
+    async def refresh(self, episode: Episode) -> None:
+        """Read what other proxies have appended. Raises RecordsLost, RecordError."""
+        async with episode.lock:  # appends of this process are in it: a number read before may be outdated by now
+            left = await self._recorder.count(episode.name)
+            if left < len(episode.ledger.turns):
+                raise RecordsLost(f"{left} records of {episode.name} are left of {len(episode.ledger.turns)}")
+            if left > len(episode.ledger.turns):
+                await self.catch_up(episode)
 
     async def catch_up(self, episode: Episode) -> list[Attempt]:
         """Read what has been appended since; the caller holds the lock. Returns the calls read."""
@@ -128,30 +146,23 @@ class Episodes:
             if record.seq != start + position or record.prev != episode.tail or noted is None:
                 raise RecordsLost(f"record {start + position} of {episode.name} is missing or out of order")
             note = decode(noted)
-            node = episode.ledger.restore(record, note)
+            node, added = episode.ledger.restore(record, note)
             episode.tail = records.record_hash(data)
             episode.cells.append(record.cells[-1])
-            found.append(self._offer(episode, record, note, node))
+            message = message_of(note.message)
+            episode.lineage.observe(record, added, message, note.name)
+            found.append(self._offer(episode, record, note, node, message))
         episode.forget_acknowledged()
         return found
 
     @staticmethod
-    def _offer(episode: Episode, record: records.CallRecord, note: TurnNote, node: Node) -> Attempt:
+    def _offer(episode: Episode, record: records.CallRecord, note: TurnNote, node: Node, message: Message) -> Attempt:
         """Keep a recorded turn that nobody here has delivered, for a request that is sent again."""
-        turn = Turn(
-            response_id=note.response_id,
-            created=int(record.started_at),
-            message=message_of(note.message),
-            finish_reason=record.finish_reason,
-            prompt_tokens=node.end - len(record.output_ids),
-            output_tokens=len(record.output_ids),
-            cached_tokens=note.cached_tokens,
-        )
+        opening = Opening(note.turn_id, int(record.started_at), node.end - len(record.output_ids))
         done: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
-        done.set_result(turn)
-        attempts = episode.attempts.setdefault(attempt_key(record.agent, note.digest), [])
-        attempt = Attempt(note.rid, -1, done, node=node)
-        attempts.append(attempt)
+        done.set_result(Turn(opening, message, record.finish_reason, len(record.output_ids), note.cached_tokens))
+        attempt = Attempt(note.rid, -1, opening, done, node=node)
+        episode.attempts.setdefault(note.name, []).append(attempt)
         return attempt
 
     def _forget_idle(self) -> None:
@@ -159,7 +170,3 @@ class Episodes:
         for name, episode in list(self._known.items()):
             if episode.used_at < oldest and not episode.running and not episode.lock.locked():
                 del self._known[name]
-
-
-def attempt_key(agent: str, digest: bytes) -> bytes:
-    return agent.encode() + b"\0" + digest

@@ -13,45 +13,33 @@ import asyncio
 import logging
 import secrets
 import time
-from array import array
-from collections import Counter
-from dataclasses import dataclass
+from collections import Counter, defaultdict
 
+import msgspec
 import redis.exceptions
 from redis.asyncio import Redis
 
-from infra.chat.messages import Message, ToolCall
-from infra.chat.renderer import ChatMLRenderer
-from proxy import notes
+from infra.chat.renderer import Renderer
+from infra.keys import EpisodeKey
 from proxy.auth import Keyring
-from proxy.calls import ModelRequest, Turn
-from proxy.episodes import Attempt, Connection, Episode, Episodes, attempt_key
+from proxy.calls import ModelRequest, Opening, Turn, attempt_name
+from proxy.episodes import Attempt, Connection, Episode, Episodes
 from proxy.errors import Abandoned, CallsExceeded, ContextExceeded, KeyRefused, RecordsLost, Unavailable
+from proxy.foreign import Foreign
 from proxy.ledger import Ledger, Plan
 from proxy.limits import Limits
 from proxy.orphans import Orphans
-from proxy.recorder import Recorder
+from proxy.recorder import LeftCall, Recorder
 from proxy.router import Router
 from proxy.sampler import Job, Sampled, Sampler
+from proxy.written import Call, turn_of, write
 from trajectory import records
 
 log = logging.getLogger(__name__)
 AWAY = (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError)
 """Redis is restarting or out of reach."""
-
-
-@dataclass(frozen=True)
-class _Call:
-    """A call while it runs."""
-
-    episode: Episode
-    attempt: Attempt
-    name: bytes
-    """Under which the attempt is found when the request is sent again."""
-    request: ModelRequest
-    agent: str
-    plan: Plan
-    job: Job
+PATIENCE_SHARE = 0.9
+"""Of a harness's patience, for which an answer without a stream is held at most."""
 
 
 def _retrieved(turn: asyncio.Future[Turn]) -> None:
@@ -63,68 +51,132 @@ def _retrieved(turn: asyncio.Future[Turn]) -> None:
 class Gateway:
     """Everything that one proxy process does, behind ``call``. Start the router before the first call."""
 
-    def __init__(self, redis: Redis, renderer: ChatMLRenderer, router: Router, limits: Limits) -> None:
+    def __init__(self, redis: Redis, renderer: Renderer, router: Router, limits: Limits) -> None:
         self.limits = limits
         self.router = router
-        self.counts: Counter[str] = Counter()
+        self.counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        """Of each harness."""
         self._renderer = renderer
         self._keyring = Keyring(redis)
-        self._recorder = Recorder(redis, patience_s=limits.redis_s)
+        self._recorder = Recorder(redis, router.proxy_id, patience_s=limits.redis_s)
         self._episodes = Episodes(self._recorder, lambda: Ledger(renderer), idle_s=limits.idle_s)
+        self._foreign = Foreign(self._recorder, self._episodes, limits)
         self._sampler = Sampler(router, self._recorder, renderer.stop_token_ids, limits)
-        self._orphans = Orphans(redis, self._recorder, router, limits)
-        self._tasks: dict[asyncio.Task[None], Attempt] = {}
+        self._orphans = Orphans(self._recorder, router, limits, self._load)
+        self._running: dict[asyncio.Task[None], Call] = {}
+        self._background: set[asyncio.Task[None]] = set()
+        router.on_peer_gone = self._orphans.peer_gone
 
     async def stop(self) -> None:
         """Abandon what is running. Its harnesses will ask again, another proxy or the next one."""
-        for task in list(self._tasks):
+        tasks = [*self._running, *self._background]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._orphans.stop()
 
-    async def call(self, secret: str, request: ModelRequest, agent: str, connection: Connection) -> Attempt:
+    async def check(self, secret: str) -> None:
+        """Refuse an unknown key before anything of its request is read. Raises KeyRefused."""
+        try:
+            await self._keyring.known(secret)
+        except AWAY as fault:
+            raise Unavailable("the gateway's state is out of reach") from fault
+
+    async def call(self, secret: str, request: ModelRequest, connection: Connection) -> Attempt:
         """The call for a request: a new one, or the one that the same request began earlier.
 
         Raises a GatewayError for what is refused at once; later failures are in the attempt's future.
         """
         try:
-            return await self._call(secret, request, agent, connection)
+            return await self._call(secret, request, connection)
         except AWAY as fault:
             raise Unavailable("the gateway's state is out of reach") from fault
 
-    async def _call(self, secret: str, request: ModelRequest, agent: str, connection: Connection) -> Attempt:
-        admission = await self._keyring.admit(secret)
+    async def count_tokens(self, secret: str, request: ModelRequest) -> int:
+        """Prompt tokens that a request would have. Nothing is recorded."""
+        try:
+            admission = await self._keyring.admit(secret, b"")
+            episode = await self._episodes.get(admission.key.episode, admission.calls)
+        except AWAY as fault:
+            raise Unavailable("the gateway's state is out of reach") from fault
+        return len(episode.ledger.plan(request).prompt)
+
+    async def _call(self, secret: str, request: ModelRequest, connection: Connection) -> Attempt:
+        name = attempt_name(request)
+        admission = await self._keyring.admit(secret, name)
         key = admission.key
-        episode = await self._episodes.get(key.episode, admission.calls)
-        if not episode.swept:
-            await self._orphans.sweep(episode)
-        name = attempt_key(agent, request.digest)
+        episode = await self._load(key.episode, admission.calls)
         attempt = episode.repeated(name, key.generation)
         if attempt is not None:
-            self.counts["repeated"] += 1
-            attempt.connections.add(connection)
+            await self._repeat(episode, name, key, attempt, connection)
             return attempt
         if len(episode.ledger.turns) + episode.running >= key.max_calls:
             await self._recorder.truncate(key.episode, "calls")
             raise CallsExceeded(f"{key.max_calls} calls were allowed")
-        plan = episode.ledger.plan(request.messages, request.tools)
+        plan = episode.ledger.plan(request)
         room = key.context_limit - len(plan.prompt)
         if room < 1:
             await self._recorder.truncate(key.episode, "context")
             raise ContextExceeded(key.context_limit, len(plan.prompt))
+        left = None if admission.left is None else msgspec.json.decode(admission.left, type=LeftCall)
+        if left is not None and left.proxy == self.router.proxy_id:
+            left = None  # it failed here meanwhile
+        return self._begin(episode, request, plan, key=key, left=left, connection=connection)
+
+    def _begin(
+        self,
+        episode: Episode,
+        request: ModelRequest,
+        plan: Plan,
+        *,
+        key: EpisodeKey,
+        left: LeftCall | None,
+        connection: Connection,
+    ) -> Attempt:
+        episode.ledger.acknowledge(plan)
+        running = [call.place.agent for call in self._running.values() if call.episode is episode]
+        place = episode.lineage.place(request, plan.turns, plan.synthetic_after, running=running)
+        loop = asyncio.get_running_loop()
+        if left is None:
+            opening = Opening(secrets.token_urlsafe(18), int(time.time()), len(plan.prompt))
+        else:
+            opening = Opening(left.turn_id, left.created, left.prompt_tokens)
         rid = f"{self.router.proxy_id}.{secrets.token_hex(8)}"
-        attempt = Attempt(rid, key.generation, asyncio.get_running_loop().create_future(), {connection})
+        attempt = Attempt(rid, key.generation, opening, loop.create_future(), {connection})
+        attempt.answer_s = min(self.limits.answer_s, PATIENCE_SHARE * key.patience_s)
         attempt.turn.add_done_callback(_retrieved)
+        name = attempt_name(request)
         episode.attempts.setdefault(name, []).append(attempt)
-        parent = episode.ledger.delta(plan).parent
+        parent = episode.ledger.delta(episode.ledger.refreshed(plan)).parent
         near = episode.cells[parent] if parent >= 0 else ""
-        job = Job(
-            rid, request.digest, key, plan.prompt, min(key.max_new_tokens, room, request.max_tokens or room), near
-        )
-        call = _Call(episode, attempt, name, request, agent, plan, job)
+        room = key.context_limit - len(plan.prompt)
+        most = min(key.max_new_tokens, room, request.max_tokens or room)
+        job = Job(rid, request.digest, key, plan.prompt, most, near)
+        call = Call(episode, attempt, name, request, plan, place, job, left, time.time())
         episode.running += 1
-        self._tasks[asyncio.get_running_loop().create_task(self._run(call))] = attempt
+        self._running[loop.create_task(self._run(call))] = call
+        for disagreement in place.disagreements:
+            log.warning("call %s of %s: %s", rid, episode.name, disagreement)
         return attempt
+
+    async def _load(self, name: str, calls: int = -1) -> Episode:
+        episode = await self._episodes.get(name, calls)
+        if not episode.swept:
+            await self._orphans.sweep(episode)
+        return episode
+
+    async def _repeat(
+        self, episode: Episode, name: bytes, key: EpisodeKey, attempt: Attempt, connection: Connection
+    ) -> None:
+        """A request was sent again: it joins the call that runs, or gets the turn that was recorded."""
+        attempt.connections.add(connection)  # before anything is awaited: a third request is a parallel one
+        attempt.answer_s = min(self.limits.answer_s, PATIENCE_SHARE * key.patience_s)
+        if attempt.turn.done():
+            self.counts[key.harness]["replayed"] += 1
+            await self._recorder.count_up(episode.name, "replayed")
+        else:
+            self.counts[key.harness]["joined"] += 1
+            await self._recorder.forget_left(episode.name, name)
 
     def status(self) -> dict[str, object]:
         """What this proxy is doing, for people and health checks."""
@@ -132,26 +184,50 @@ class Gateway:
             cell: {"open": route.open, "version": route.version, "requests": self.router.load(cell)}
             for cell, route in self.router.routes.items()
         }
-        running = {"running": len(self._tasks), "held": self.router.waiting}
-        return {"proxy": self.router.proxy_id, "routes": routes, **running, "counts": dict(self.counts)}
+        running = {"running": len(self._running), "held": self.router.waiting}
+        return {"proxy": self.router.proxy_id, "routes": routes, **running, "counts": self.counts}
 
     def left(self, attempt: Attempt) -> None:
         """A request stopped waiting for its turn. If none comes back in time, the call is aborted."""
-        if attempt.waiting == 0 and not attempt.turn.done():
-            attempt.left_at = time.monotonic()
-            asyncio.get_running_loop().call_later(self.limits.abandon_s, self._abandon, attempt, attempt.left_at)
+        if attempt.waiting or attempt.turn.done():
+            return
+        attempt.left_at = time.monotonic()
+        call = next(call for task, call in self._running.items() if call.attempt is attempt)
+        task = asyncio.get_running_loop().create_task(self._leave(call, attempt.left_at))
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
-    def _abandon(self, attempt: Attempt, left_at: float) -> None:
-        if attempt.waiting == 0 and attempt.left_at == left_at:
-            for task in [task for task, running in self._tasks.items() if running is attempt]:
-                task.cancel()
+    async def _leave(self, call: Call, left_at: float) -> None:
+        """Offer the call to other proxies; abort it when nobody has come back for it, to any of them, in time."""
+        attempt, episode = call.attempt, call.episode.name
+        opening = attempt.opening
+        note = LeftCall(self.router.proxy_id, opening.turn_id, opening.created, opening.prompt_tokens)
+        try:
+            await self._recorder.leave(episode, call.name, note)
+            if attempt.turn.done() or attempt.waiting:
+                await self._recorder.forget_left(episode, call.name)
+            while not attempt.turn.done() and not attempt.waiting and attempt.left_at == left_at:
+                since = time.time() - await self._recorder.wanted_at(episode, call.name)
+                if time.monotonic() - left_at >= self.limits.abandon_s and since >= self.limits.abandon_s:
+                    self._abandon(attempt)
+                    return
+                patience = self.limits.abandon_s - min(time.monotonic() - left_at, since)
+                await asyncio.wait({attempt.turn}, timeout=max(patience, 0.01))
+        except AWAY as fault:
+            log.warning("call %s of %s was left while Redis is away: %s", attempt.rid, episode, fault)
+            if await asyncio.wait({attempt.turn}, timeout=self.limits.abandon_s) and not attempt.waiting:
+                self._abandon(attempt)
 
-    async def _run(self, call: _Call) -> None:
-        started_at = time.time()
+    def _abandon(self, attempt: Attempt) -> None:
+        for task in [task for task, call in self._running.items() if call.attempt is attempt]:
+            task.cancel()
+
+    async def _run(self, call: Call) -> None:
         attempt, episode = call.attempt, call.episode
         try:
-            sampled = await self._sampler.sample(call.job)
-            turn = await self._record(call, sampled, started_at)
+            turn = await self._elsewhere(call) if call.left is not None else None
+            if turn is None:
+                turn = await self._record(call, await self._sampler.sample(call.job))
         except asyncio.CancelledError:
             await self._failed(call, Abandoned("nobody waited for the turn"))
             raise
@@ -168,45 +244,49 @@ class Gateway:
             episode.used_at = time.monotonic()
             task = asyncio.current_task()
             if task is not None:
-                del self._tasks[task]
+                del self._running[task]
 
-    async def _failed(self, call: _Call, fault: Exception) -> None:
+    async def _failed(self, call: Call, fault: Exception) -> None:
         call.episode.forget(call.name, call.attempt)
         call.attempt.turn.set_exception(fault)
-        await self._recorder.drop(call.episode.name, call.attempt.rid)
+        await self._recorder.drop(call.episode.name, call.attempt.rid, call.name)
 
-    async def _record(self, call: _Call, sampled: Sampled, started_at: float) -> Turn:
+    async def _elsewhere(self, call: Call) -> Turn | None:
+        """The turn of the same call in another proxy; None when it is to be sampled here."""
+        assert call.left is not None
+        found = await self._foreign.turn_of(call.episode, call.name, call.left)
+        if found is None:
+            return None
+        call.episode.forget(call.name, found)
+        call.attempt.node = found.node
+        self.counts[call.job.key.harness]["replayed"] += 1
+        await self._recorder.count_up(call.episode.name, "replayed")
+        return found.turn.result()
+
+    async def _record(self, call: Call, sampled: Sampled) -> Turn:
         """Make the turn durable; returns it as it is delivered."""
-        episode, attempt, plan = call.episode, call.attempt, call.plan
-        message = self._message(sampled.output_ids)
-        output_ids = array("i", sampled.output_ids)
-        finish = sampled.finish
-        if finish == "length" and len(plan.prompt) + len(output_ids) >= call.job.key.context_limit:
-            finish = "context"
-        turn = Turn(
-            response_id=f"chatcmpl-{secrets.token_hex(12)}",
-            created=int(started_at),
-            message=message,
-            finish_reason=finish,
-            prompt_tokens=len(plan.prompt),
-            output_tokens=len(output_ids),
-            cached_tokens=sampled.cached_tokens,
-        )
+        episode, attempt, key = call.episode, call.attempt, call.job.key
+        parsed = self._renderer.parse(sampled.output_ids)
+        turn, output_ids = turn_of(call, sampled, parsed)
         async with episode.lock:
             sampled.resampled += episode.lost.pop(call.request.digest, 0)
             while True:
-                data, note = self._encode(call, sampled, turn, started_at)
+                plan = episode.ledger.refreshed(call.plan)
+                delta = episode.ledger.delta(plan)
+                record, data, note = write(call, plan, delta, sampled, turn)
                 outcome = await self._recorder.append(
                     episode.name,
-                    seq=len(episode.ledger.turns),
-                    generation=call.job.key.generation,
+                    seq=record.seq,
+                    generation=key.generation,
                     rid=attempt.rid,
+                    name=call.name,
                     record=data,
                     note=note,
                     held_s=sampled.uncredited_s,
                 )
                 if outcome == "appended":
-                    attempt.node = episode.ledger.commit(plan, message, output_ids)
+                    attempt.node = episode.ledger.commit(plan, turn.message, output_ids)
+                    episode.lineage.observe(record, delta.messages, turn.message, call.name)
                     episode.tail = records.record_hash(data)
                     episode.cells.append(sampled.cells[-1])
                     episode.forget_acknowledged()
@@ -221,55 +301,14 @@ class Gateway:
                     attempt.node = found[0].node
                     turn = found[0].turn.result()
                     break
-        self.counts["calls"] += 1
-        self.counts["mutated"] += plan.mutated
-        self.counts["synthetic"] += plan.synthetic
-        self.counts["resampled"] += sampled.resampled
+        counts = self.counts[key.harness]
+        counts["calls"] += 1
+        counts["malformed"] += parsed.malformed
+        for what in ("mutated", "synthetic", "partial", "resampled"):
+            counts[what] += getattr(record, what)
+        if record.fork:
+            counts[f"fork.{record.fork}"] += 1
+        if call.place.disagreements:
+            counts["disagreements"] += len(call.place.disagreements)
+            await self._recorder.count_up(episode.name, "disagreements", len(call.place.disagreements))
         return turn
-
-    @staticmethod
-    def _encode(call: _Call, sampled: Sampled, turn: Turn, started_at: float) -> tuple[bytes, bytes]:
-        """Record and note of a call as the next one of its episode."""
-        delta = call.episode.ledger.delta(call.plan)
-        record = records.make_record(
-            episode=call.episode.name,
-            seq=len(call.episode.ledger.turns),
-            prev=call.episode.tail,
-            agent=call.agent,
-            parent=delta.parent,
-            kept=delta.kept,
-            prompt_ids=delta.prompt_ids,
-            output_ids=sampled.output_ids,
-            logprobs=sampled.logprobs,
-            versions=sampled.versions,
-            temperature=call.job.key.temperature,
-            finish_reason=turn.finish_reason,
-            cells=sampled.cells,
-            started_at=started_at,
-            active_s=sampled.active_s,
-            held_s=sampled.held_s,
-            resampled=sampled.resampled,
-            mutated=call.plan.mutated,
-            synthetic=call.plan.synthetic,
-        )
-        note = notes.TurnNote(
-            rid=call.attempt.rid,
-            digest=call.request.digest,
-            response_id=turn.response_id,
-            cached_tokens=turn.cached_tokens,
-            depth=delta.depth,
-            nodes=delta.nodes,
-            message=notes.note_of(turn.message),
-            asked=call.request.asked,
-        )
-        return records.encode(record), notes.encode(note)
-
-    def _message(self, output_ids: list[int]) -> Message:
-        """The turn as the harness gets it. Each tool call gets an unguessable id by which it is recognised later."""
-        parsed = self._renderer.parse(output_ids)
-        calls = tuple(
-            ToolCall(id=f"call_{secrets.token_urlsafe(18)}", name=call.name, arguments=call.arguments)
-            for call in parsed.calls
-        )
-        self.counts["malformed"] += parsed.malformed
-        return Message(role="assistant", content=parsed.content, reasoning=parsed.reasoning, tool_calls=calls)

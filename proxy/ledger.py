@@ -2,25 +2,29 @@
 
 Invariant: the tokens of a path only grow at the end. A message that is known keeps the ids that were rendered or
 sampled for it when it first appeared; nothing known is ever tokenised again, and what the policy sampled is never
-re-rendered. An assistant turn is recognised by the tool-call ids that the proxy minted, else by its canonical
-content; one that the policy never said is rendered and counted as synthetic.
+re-rendered. An assistant turn is recognised by the ids that the proxy minted, else by its canonical content; one
+that came back in part keeps the sampled ids of that part; one that the policy never said is rendered and counted as
+synthetic. Planning a request changes nothing: what is new joins the tree when the call is recorded.
 
 The ledger does no I/O. It knows messages, token ids and call numbers; it knows neither HTTP nor Redis nor engines.
 """
 
 from __future__ import annotations
 
-import json
 from array import array
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import xxhash
 
 from infra.chat.messages import Message, Tool
-from infra.chat.renderer import ChatMLRenderer
-from proxy.notes import NodeNote, TurnNote, message_key, message_of, note_of, root_key
+from infra.chat.renderer import Renderer
+from proxy import canonical
+from proxy.calls import ModelRequest
+from proxy.lineage import Continued
+from proxy.notes import NodeNote, TurnNote, message_key, message_of, note_of
 from trajectory.records import CallRecord
 
-Tokens = array  # of type "i": int32, so that a million tokens cost 4 MB
 _SYSTEM = Message(role="system")
 
 
@@ -33,6 +37,7 @@ class Node:
     """None for the root."""
     key: bytes
     ids: array[int]
+    """int32: a million tokens cost 4 MB."""
     end: int
     """Tokens from the start of the conversation to the end of this node."""
     depth: int
@@ -40,16 +45,21 @@ class Node:
     closed: bool = False
     """A sampled turn whose last token is the end of turn."""
     synthetic: bool = False
+    """An assistant turn that the policy never said."""
     rewritten: bool = False
-    """A sampled turn that was copied here from another prefix with its text changed."""
-    extends: Node | None = None
-    """The sibling whose text this message continues and whose ids it begins with."""
+    """A copy of a sampled turn under another prefix, with its text changed."""
+    said: int = -1
+    """The call that sampled this turn, whether under this prefix or another; -1 for anything else."""
+    partial: bool = False
+    """Only the beginning of the turn that ``said`` sampled."""
+    own: bool = False
+    """The turn as it was sampled, under its own prefix."""
+    twin: Node | None = None
+    """The sibling with which this node shares its leading ids, to the end of the shorter of the two."""
     call: int = -1
     """A recorded call whose tokens contain this node; -1 for none."""
-    seq: int = -1
-    """The call that sampled this turn; -1 unless it is a sampled turn under its own prefix."""
     header: int = 0
-    """Leading ids that are the generation prompt (of a turn that the policy sampled, also of its copies)."""
+    """Leading ids that are the generation prompt, of a turn that the policy sampled."""
     acknowledged: bool = False
     """A later request used this sampled turn."""
     children: dict[bytes, tuple[Node, bool]] = field(default_factory=dict)
@@ -68,14 +78,24 @@ class Node:
 class Plan:
     """What a request comes to: the node it ends with and the tokens to sample from."""
 
+    known: Node | None
+    """The last node of the path that is in the tree."""
+    new: tuple[tuple[Node, bool], ...]
+    """Nodes to add below it, each with whether the text of a known turn had been rewritten."""
+    aliases: tuple[tuple[Node, bytes, Node, bool], ...]
+    """Other forms in which known turns were sent: parent, key of the form, turn, whether its text was rewritten."""
     leaf: Node
     header: array[int]
     prompt: array[int]
     """int32[p]: the whole prompt, generation prompt included."""
+    turns: tuple[Continued, ...]
+    """Sampled turns on the path, in order."""
     mutated: bool
     """An earlier turn came back with its text rewritten."""
     synthetic: int
     """Assistant turns in the prompt that the policy never said."""
+    synthetic_after: bool
+    """One of them stands after the last sampled turn."""
 
 
 @dataclass(frozen=True)
@@ -87,131 +107,220 @@ class Delta:
     prompt_ids: array[int]
     depth: int
     """Nodes shared with the parent's path."""
-    nodes: list[NodeNote]
+    added: tuple[Node, ...]
+    """What the call adds to that path."""
+
+    @property
+    def notes(self) -> list[NodeNote]:
+        return [_note(node) for node in self.added]
+
+    @property
+    def messages(self) -> list[Message]:
+        return [node.message for node in self.added if node.message is not None]
 
 
 class Ledger:
-    def __init__(self, renderer: ChatMLRenderer) -> None:
+    def __init__(self, renderer: Renderer) -> None:
         self.turns: list[Node] = []
         """The sampled turn of each recorded call."""
         self._renderer = renderer
         self._roots: dict[bytes, Node] = {}
         self._minted: dict[str, Node] = {}
-        self._said: dict[tuple[str, ...], Node] = {}
+        """Tool-call and turn ids -> the turn that got them."""
+        self._said: dict[bytes, Node] = {}
 
-    def plan(self, messages: Sequence[Message], tools: tuple[Tool, ...]) -> Plan:
-        """Match a request to its longest known path and render what is new."""
-        system = messages[0] if messages[0].role == "system" else None
-        node = self._root(system, tools)
+    def plan(self, request: ModelRequest) -> Plan:
+        """Match a request to its longest known path and render what is new. Changes nothing."""
+        known = self._roots.get(request.root)
+        new: list[tuple[Node, bool]] = []
+        aliases: list[tuple[Node, bytes, Node, bool]] = []
+        if known is None:
+            ids = array("i", self._renderer.root(request.system, request.tools))
+            node = Node(None, None, request.root, ids, len(ids), 1)
+            new.append((node, False))
+        else:
+            node = known
         mutated = False
-        for message in messages[0 if system is None else 1 :]:
-            key = message_key(message)
-            known = node.children.get(key)
-            if known is None:
-                known = node.children[key] = self._grow(node, key, message)
-            node = known[0]
-            mutated |= known[1]
-        synthetic = 0
-        for step in node.path():
-            synthetic += step.synthetic
-            step.acknowledged = True
+        for message, key in zip(request.messages, request.keys, strict=True):
+            found = node.children.get(key)
+            if found is None:
+                found = self._grow(node, key, message, request.tools)
+                if found[0].own:
+                    aliases.append((node, key, *found))
+                else:
+                    new.append(found)
+            if not new:
+                known = found[0]
+            mutated |= found[1]
+            node = found[0]
         header = self._header(node)
-        return Plan(node, header, _tokens(node) + header, mutated, synthetic)
+        turns, synthetic, synthetic_after = _turns(node)
+        return Plan(
+            known=known,
+            new=tuple(new),
+            aliases=tuple(aliases),
+            leaf=node,
+            header=header,
+            prompt=_tokens(node) + header,
+            turns=turns,
+            mutated=mutated,
+            synthetic=synthetic,
+            synthetic_after=synthetic_after,
+        )
+
+    def refreshed(self, plan: Plan) -> Plan:
+        """The same plan on the tree as it is now: another call may have added some of its nodes meanwhile."""
+        known, new = plan.known, list(plan.new)
+        while new:
+            node = new[0][0]
+            if known is None:
+                there = self._roots.get(node.key)
+            else:
+                there = found[0] if (found := known.children.get(node.key)) else None
+            if there is None or there.ids != node.ids:
+                break
+            known = there
+            new.pop(0)
+        if new:
+            new[0][0].parent = known
+        leaf = new[-1][0] if new else known
+        assert leaf is not None  # a plan has at least its root
+        return replace(plan, known=known, new=tuple(new), leaf=leaf)
+
+    def acknowledge(self, plan: Plan) -> None:
+        """The turns on the path have reached the harness: it used them."""
+        for step in plan.leaf.path():
+            step.acknowledged = True
 
     def delta(self, plan: Plan) -> Delta:
-        """The plan as an addition to what is recorded by now."""
-        new: list[Node] = []
+        """A refreshed plan as an addition to what is recorded by now."""
+        added: list[Node] = []
         known: Node | None = plan.leaf
         while known is not None and known.call < 0:
-            new.append(known)
+            added.append(known)
             known = known.parent
-        new.reverse()
+        added.reverse()
         parent, kept = -1, 0
         if known is not None:
             parent, kept = known.call, known.end
-            if not new and known.samples:
-                parent, kept = known.samples[-1].seq, known.end + len(plan.header)
-            elif new and (sibling := new[0].extends) is not None and sibling.call >= 0:
-                parent, kept = sibling.call, sibling.end
-        return Delta(
-            parent, kept, plan.prompt[kept:], 0 if known is None else known.depth, [_note(node) for node in new]
-        )
+            twin = added[0].twin if added else None
+            if not added and known.samples:
+                parent, kept = known.samples[-1].said, known.end + len(plan.header)
+            elif twin is not None and twin.call >= 0:
+                parent, kept = twin.call, min(twin.end, added[0].end)
+        return Delta(parent, kept, plan.prompt[kept:], 0 if known is None else known.depth, tuple(added))
 
     def commit(self, plan: Plan, message: Message, output_ids: array[int]) -> Node:
-        """Add the turn of the call that has just been recorded; it gets the next call number."""
+        """Add a refreshed plan and the turn of the call that has just been recorded; it gets the next call number."""
+        for node, rewritten in plan.new:
+            if node.parent is None:
+                self._roots[node.key] = node
+            else:
+                node.parent.children[node.key] = (node, rewritten)
+        for parent, key, turn, rewritten in plan.aliases:
+            parent.children.setdefault(key, (turn, rewritten))
         seq = len(self.turns)
         for step in plan.leaf.path():
             if step.call >= 0:
                 break
             step.call = seq
-        return self._sampled(plan.leaf, message, plan.header, output_ids, seq)
+        return self._sampled(plan.leaf, message, plan.header, output_ids)
 
-    def restore(self, record: CallRecord, note: TurnNote) -> Node:
-        """Add a recorded call from its record and note; calls come in order. The inverse of delta and commit."""
+    def restore(self, record: CallRecord, note: TurnNote) -> tuple[Node, list[Message]]:
+        """Add a recorded call from its record and note; calls come in order. The inverse of delta and commit.
+
+        Returns its turn and the messages that it added.
+        """
         parent = self.turns[record.parent] if record.parent >= 0 else None
         full = (_tokens(parent)[: record.kept] if parent is not None else array("i")) + _ids(record.prompt_bytes)
         node = next(step for step in parent.path() if step.depth == note.depth) if parent and note.depth else None
+        messages = []
         for added in note.nodes:
             node = self._restored(node, added, full)
+            if node.message is not None:
+                messages.append(node.message)
         assert node is not None  # a first call always adds its root
         for step in node.path():
             step.call = record.seq if step.call < 0 else step.call
             step.acknowledged = True
-        message = message_of(note.message)
-        return self._sampled(node, message, full[node.end :], _ids(record.output_bytes), record.seq)
+        turn = self._sampled(node, message_of(note.message), full[node.end :], _ids(record.output_bytes))
+        return turn, messages
 
-    def _root(self, system: Message | None, tools: tuple[Tool, ...]) -> Node:
-        key = root_key(system, tools)
-        root = self._roots.get(key)
-        if root is None:
-            ids = array("i", self._renderer.root(system, tools))
-            root = self._roots[key] = Node(None, None, key, ids, len(ids), 1)
-        return root
-
-    def _grow(self, node: Node, key: bytes, message: Message) -> tuple[Node, bool]:
-        """The child of ``node`` for a message in a form that has not been seen there before."""
-        said = self._recognise(node, message) if message.role == "assistant" else None
-        if said is not None and said.message is not None:
-            rewritten = _rewritten(said.message, message)
-            if said.parent is node:
-                return said, rewritten
-            header = self._header(node)
-            ids = header + said.ids[said.header :]
-            copy = self._child(node, key, message, ids)
-            copy.closed, copy.header, copy.rewritten = said.closed, len(header), rewritten
-            return copy, rewritten
-        base = _extended(node, message)
-        if base is not None and base.message is not None:
-            ids = base.ids + array("i", self._renderer.text(message.content[len(base.message.content) :]))
-        else:
-            ids = array("i", self._renderer.message(_previous(node), message, closed=node.closed))
-        child = self._child(node, key, message, ids)
-        child.extends = base
+    def _grow(self, node: Node, key: bytes, message: Message, tools: tuple[Tool, ...]) -> tuple[Node, bool]:
+        """The node below ``node`` for a message in a form that has not been seen there before."""
+        if message.role == "assistant":
+            if (copied := self._copied(node, key, message, tools)) is not None:
+                return copied
+        elif (base := _extended(node, message)) is not None and base.message is not None:
+            more = self._renderer.text(message.content[len(base.message.content) :])
+            child = _child(node, key, message, base.ids + array("i", more))
+            child.twin = base
+            return child, False
+        ids = array("i", self._renderer.message(_previous(node), message, closed=node.closed))
+        child = _child(node, key, message, ids)
         child.synthetic = message.role == "assistant"
         return child, False
 
-    def _recognise(self, node: Node, message: Message) -> Node | None:
-        """The sampled turn that an assistant message is, or None if the policy never said it."""
-        said = next((self._minted[call.id] for call in message.tool_calls if call.id in self._minted), None)
-        if said is not None and said.message is not None:
-            # A turn of which the harness kept only some calls is not the turn that was sampled.
-            same = {(c.id, c.name) for c in said.message.tool_calls} == {(c.id, c.name) for c in message.tool_calls}
-            return said if same else None
-        wanted = _canonical(message)
-        for sample in reversed(node.samples):
-            if sample.message is not None and _canonical(sample.message) == wanted:
-                return sample
-        return self._said.get(wanted) if any(wanted) else None
+    def _copied(self, node: Node, key: bytes, message: Message, tools: tuple[Tool, ...]) -> tuple[Node, bool] | None:
+        """The sampled turn that an assistant message is, wholly or in part; None if the policy never said it."""
+        said, calls = self._recognise(node, message)
+        if said is None or said.message is None:
+            return None
+        rewritten = canonical.rewritten(said.message, message, tools) if calls is None else False
+        if said.parent is node and calls is None:
+            return said, rewritten
+        output = said.ids[said.header :]
+        if calls is not None:
+            cut = self._renderer.parse(output).cuts[calls]
+            if not cut:  # nothing is left of it, or it cannot be cut between two tokens
+                return None
+            output = output[:cut]
+        header = self._header(node)
+        copy = _child(node, key, message, header + output)
+        copy.header, copy.said, copy.partial, copy.rewritten = len(header), said.said, calls is not None, rewritten
+        copy.closed = said.closed and calls is None
+        if said.parent is node:
+            copy.twin = said
+        return copy, rewritten
 
-    def _sampled(self, leaf: Node, message: Message, header: array[int], output: array[int], seq: int) -> Node:
-        turn = self._child(leaf, message_key(message), message, header + output)
-        turn.closed = bool(output) and output[-1] == self._renderer.im_end
-        turn.header, turn.seq, turn.call = len(header), seq, seq
+    def _recognise(self, node: Node, message: Message) -> tuple[Node | None, int | None]:
+        """The turn that was sampled, and how many of its calls are left where it came back in part."""
+        names = [message.turn_id, *(call.id for call in message.tool_calls)]
+        said = next((turn for name in names if (turn := self._minted.get(name)) is not None), None)
+        if said is not None and said.message is not None:
+            was = said.message
+            if {(c.id, c.name) for c in was.tool_calls} == {(c.id, c.name) for c in message.tool_calls}:
+                return said, None
+            kept = canonical.kept_calls(was, message)
+            return (None, None) if kept is None else (said, kept)
+        wanted = _said_key(message)
+        equal: list[Node] = []
+        for sample in reversed(node.samples):
+            if sample.message is None:
+                continue
+            if _said_key(sample.message) == wanted:
+                if sample.message.reasoning == message.reasoning:
+                    return sample, None
+                equal.append(sample)
+                continue
+            shorter = bool(sample.message.tool_calls) and not message.tool_calls
+            if shorter and (kept := canonical.kept_calls(sample.message, message)) is not None:
+                return sample, kept
+        if equal:
+            return equal[0], None
+        return (self._said.get(wanted) if any(canonical.said_key(message)) else None), None
+
+    def _sampled(self, leaf: Node, message: Message, header: array[int], output: array[int]) -> Node:
+        seq = len(self.turns)
+        turn = _child(leaf, message_key(message), message, header + output)
+        turn.closed = bool(output) and output[-1] in self._renderer.stop_token_ids
+        turn.header, turn.said, turn.call, turn.own = len(header), seq, seq, True
         leaf.samples.append(turn)
         leaf.children[turn.key] = (turn, False)
-        for call in message.tool_calls:
-            self._minted[call.id] = turn
-        self._said[_canonical(message)] = turn
+        for name in (message.turn_id, *(call.id for call in message.tool_calls)):
+            if name:
+                self._minted[name] = turn
+        self._said[_said_key(message)] = turn
         self.turns.append(turn)
         return turn
 
@@ -228,17 +337,18 @@ class Ledger:
         known = node.children.get(key)
         if known is not None and known[0].ids == ids:
             return known[0]
-        child = self._child(node, key, message, ids)
+        child = _child(node, key, message, ids)
         child.closed, child.synthetic, child.rewritten = added.closed, added.synthetic, added.rewritten
+        child.said, child.partial = added.said, added.partial
         node.children[key] = (child, added.rewritten)
         return child
 
     def _header(self, node: Node) -> array[int]:
         return array("i", self._renderer.generation_prompt(_previous(node), closed=node.closed))
 
-    @staticmethod
-    def _child(node: Node, key: bytes, message: Message, ids: array[int]) -> Node:
-        return Node(node, message, key, ids, node.end + len(ids), node.depth + 1)
+
+def _child(node: Node, key: bytes, message: Message, ids: array[int]) -> Node:
+    return Node(node, message, key, ids, node.end + len(ids), node.depth + 1)
 
 
 def _previous(node: Node) -> Message | None:
@@ -254,6 +364,19 @@ def _tokens(node: Node) -> array[int]:
     return full
 
 
+def _turns(leaf: Node) -> tuple[tuple[Continued, ...], int, bool]:
+    """Sampled turns on the path in order, how many were never sampled, and whether one of those comes last."""
+    turns: list[Continued] = []
+    synthetic, after = 0, False
+    for step in leaf.path():
+        if step.synthetic:
+            synthetic += 1
+            after |= not turns
+        elif step.said >= 0:
+            turns.append(Continued(step.said, step.own, not step.partial))
+    return tuple(reversed(turns)), synthetic, after
+
+
 def _ids(data: bytes) -> array[int]:
     ids = array("i")
     ids.frombytes(data)
@@ -263,7 +386,7 @@ def _ids(data: bytes) -> array[int]:
 def _note(node: Node) -> NodeNote:
     message = None if node.message is None else note_of(node.message)
     root = node.key if node.message is None else b""
-    return NodeNote(node.end, message, root, node.synthetic, node.rewritten, node.closed)
+    return NodeNote(node.end, message, root, node.synthetic, node.rewritten, node.closed, node.said, node.partial)
 
 
 def _extended(node: Node, message: Message) -> Node | None:
@@ -272,7 +395,9 @@ def _extended(node: Node, message: Message) -> Node | None:
     if message.role != "user":
         return None
     for child, _ in node.children.values():
-        if child.call < 0 or child.message is None or child.message.role != "user":
+        if child.call < 0 or child.message is None:
+            continue
+        if child.message.role != "user" or child.message.joined != message.joined:
             continue
         text = child.message.content
         longer = found is None or found.message is None or len(text) > len(found.message.content)
@@ -281,24 +406,5 @@ def _extended(node: Node, message: Message) -> Node | None:
     return found
 
 
-def _canonical(message: Message) -> tuple[str, ...]:
-    """What an assistant turn says, without what harnesses are known to rewrite (reasoning may be left out)."""
-    parts = [message.content.strip()]
-    for call in message.tool_calls:
-        parts += [call.name, _canonical_arguments(call.arguments)]
-    return tuple(parts)
-
-
-def _canonical_arguments(text: str) -> str:
-    try:
-        return json.dumps(json.loads(text), sort_keys=True)
-    except (ValueError, RecursionError):
-        return text.strip()
-
-
-def _rewritten(said: Message, sent: Message) -> bool:
-    """Whether the harness changed what the turn says; leaving out its reasoning is no change."""
-    reasoning = not sent.reasoning or sent.reasoning.strip() == said.reasoning.strip()
-    calls = [(call.name, call.arguments) for call in said.tool_calls]
-    same = said.content.strip() == sent.content.strip() and calls == [(c.name, c.arguments) for c in sent.tool_calls]
-    return not (same and reasoning)
+def _said_key(message: Message) -> bytes:
+    return xxhash.xxh3_128_digest("\0".join(canonical.said_key(message)).encode("utf-8", "surrogatepass"))

@@ -1,18 +1,22 @@
 """The proxy process: ``python -m proxy.main --tokenizer FILE``. Listens on a port and on a unix socket.
 
-It holds nothing that Redis does not: kill it at any moment and start another.
+With ``--processes N`` it is N processes behind the same sockets. Each holds nothing that Redis does not: kill any of
+them at any moment.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import logging
 import os
 import secrets
 import socket
+import sys
 from pathlib import Path
 
+from pydantic import ValidationError
 from redis.asyncio import Redis
 
 from infra.chat.renderer import ChatMLRenderer
@@ -23,8 +27,27 @@ from proxy.app import create_app
 from proxy.engine import Engine
 from proxy.gateway import Gateway
 from proxy.limits import Limits
+from proxy.processes import Family, inherited, module_command
 from proxy.router import Router
 from proxy.server import listen, make_server
+
+
+class BadLimits(ValueError):
+    """The limits that were given are none."""
+
+
+def read_limits(text: str) -> Limits:
+    """Limits from a JSON object or the path of a file with one; "" for the defaults. Raises BadLimits."""
+    try:
+        given = text if not text or text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8")
+        return Limits.model_validate_json(given or "{}")
+    except OSError as fault:
+        raise BadLimits(f"limits: neither a JSON object nor a file that can be read: {fault}") from fault
+    except ValidationError as fault:
+        unknown = any(error["type"] == "extra_forbidden" for error in fault.errors())
+        known = f"; there are {', '.join(Limits.model_fields)}" if unknown else ""
+        wrong = "; ".join(f"{'.'.join(map(str, error['loc']))}: {error['msg']}" for error in fault.errors())
+        raise BadLimits(f"limits: {wrong.lstrip(': ')}{known}") from fault
 
 
 def model_vocabulary(tokenizer: Path, renderer: ChatMLRenderer) -> int:
@@ -47,18 +70,42 @@ def build_gateway(
     return Gateway(redis, renderer, Router(redis, proxy_id, connect, limits), limits)
 
 
-def main() -> None:
+def arguments() -> argparse.ArgumentParser:
+    """The command line. What isn't given comes from the settings (``GYRE_*``)."""
     options = argparse.ArgumentParser(prog="proxy", description=__doc__)
     options.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json of the policy")
     options.add_argument("--compact-tools", action="store_true", help="list tools by name only")
-    arguments = options.parse_args()
+    options.add_argument("--processes", type=int, help="serve with so many processes (GYRE_PROXY_PROCESSES)")
+    options.add_argument("--limits", help="JSON object, or a file with one: fields of Limits (GYRE_PROXY_LIMITS)")
+    options.add_argument("--inherited", default="", help=argparse.SUPPRESS)
+    return options
+
+
+def main() -> None:
+    options = arguments()
+    given = options.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     settings = Settings()
+    processes = settings.proxy_processes if given.processes is None else given.processes
+    try:
+        limits = read_limits(settings.proxy_limits if given.limits is None else given.limits)
+    except BadLimits as fault:
+        options.error(str(fault))
+    if processes < 1:
+        options.error(f"--processes is {processes}; at least 1 is needed")
+    if not given.tokenizer.is_file():
+        options.error(f"no tokenizer: {given.tokenizer} is no file")
+    if given.inherited:
+        sockets = inherited(given.inherited)
+    else:
+        sockets = listen(settings.host, settings.proxy_port, settings.proxy_socket)
+        if processes > 1:
+            family = Family(module_command("proxy.main", sys.argv[1:]), sockets, processes)
+            sys.exit(asyncio.run(family.run()))
     redis = Redis.from_url(settings.redis, socket_connect_timeout=5, socket_keepalive=True)
-    renderer = ChatMLRenderer(arguments.tokenizer, compact_tools=arguments.compact_tools)
-    gateway = build_gateway(redis, renderer, vocab_size=model_vocabulary(arguments.tokenizer, renderer))
-    server = make_server(create_app(gateway))
-    server.run(sockets=listen(settings.host, settings.proxy_port, settings.proxy_socket))
+    renderer = ChatMLRenderer(given.tokenizer, compact_tools=given.compact_tools)
+    gateway = build_gateway(redis, renderer, vocab_size=model_vocabulary(given.tokenizer, renderer), limits=limits)
+    make_server(create_app(gateway)).run(sockets=sockets)
 
 
 if __name__ == "__main__":

@@ -6,12 +6,12 @@ that the call added with the token position at which each ends. The tokens thems
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import xxhash
 
-from infra.chat.messages import Message, Tool, ToolCall
+from infra.chat.messages import Message, Role, Tool, ToolCall
 
 
 class MessageNote(msgspec.Struct, frozen=True, array_like=True):
@@ -21,6 +21,8 @@ class MessageNote(msgspec.Struct, frozen=True, array_like=True):
     calls: list[tuple[str, str, str]]
     """(id, name, arguments) of each tool call."""
     tool_call_id: str
+    joined: bool = False
+    turn_id: str = ""
 
 
 class NodeNote(msgspec.Struct, frozen=True, array_like=True):
@@ -32,13 +34,15 @@ class NodeNote(msgspec.Struct, frozen=True, array_like=True):
     synthetic: bool
     rewritten: bool
     closed: bool
+    said: int = -1
+    partial: bool = False
 
 
 class TurnNote(msgspec.Struct, frozen=True, array_like=True):
     rid: str
-    digest: bytes
-    """Of the request, to recognise it when it is sent again."""
-    response_id: str
+    name: bytes
+    """Of the request, by which it is recognised when it is sent again (``calls.attempt_name``)."""
+    turn_id: str
     cached_tokens: int
     depth: int
     """Nodes shared with the path of the record's parent."""
@@ -68,25 +72,28 @@ def note_of(message: Message) -> MessageNote:
         message.reasoning,
         [(call.id, call.name, call.arguments) for call in message.tool_calls],
         message.tool_call_id,
+        message.joined,
+        message.turn_id,
     )
 
 
 def message_of(note: MessageNote) -> Message:
-    return Message.model_validate(
-        {
-            "role": note.role,
-            "content": note.content,
-            "reasoning": note.reasoning,
-            "tool_calls": tuple(ToolCall(id=id_, name=name, arguments=text) for id_, name, text in note.calls),
-            "tool_call_id": note.tool_call_id,
-        }
+    return Message(
+        role=cast(Role, note.role),
+        content=note.content,
+        reasoning=note.reasoning,
+        tool_calls=tuple(ToolCall(id=id_, name=name, arguments=text) for id_, name, text in note.calls),
+        tool_call_id=note.tool_call_id,
+        joined=note.joined,
+        turn_id=note.turn_id,
     )
 
 
 def message_key(message: Message) -> bytes:
     """Hash of a message as it was sent. What a tool message answers is left out: its tokens don't depend on it."""
     calls = [(call.id, call.name, call.arguments) for call in message.tool_calls]
-    return xxhash.xxh3_128_digest(_encoder.encode((message.role, message.content, message.reasoning, calls)))
+    said = (message.role, message.content, message.reasoning, calls, message.joined, message.turn_id)
+    return xxhash.xxh3_128_digest(_encoder.encode(said))
 
 
 def root_key(system: Message | None, tools: tuple[Tool, ...]) -> bytes:

@@ -10,59 +10,84 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable, Callable
 
-from redis.asyncio import Redis
+import redis.exceptions
 
-from infra import keys
 from infra.sglang.errors import EngineError
 from proxy.episodes import Episode
+from proxy.errors import GatewayError
 from proxy.limits import Limits
 from proxy.recorder import OpenCall, Recorder
 from proxy.router import Router
+from trajectory.records import RecordError
 
 log = logging.getLogger(__name__)
 
 
 class Orphans:
-    def __init__(self, redis: Redis, recorder: Recorder, router: Router, limits: Limits) -> None:
-        self._redis, self._recorder, self._router, self._limits = redis, recorder, router, limits
+    """``load`` gives an episode by its name, reading it from Redis where need be."""
+
+    def __init__(
+        self, recorder: Recorder, router: Router, limits: Limits, load: Callable[[str], Awaitable[Episode]]
+    ) -> None:
+        self._recorder, self._router, self._limits, self._load = recorder, router, limits, load
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def sweep(self, episode: Episode) -> None:
         """Look for orphans of an episode that was just loaded; a proxy whose lease still runs is watched."""
         episode.swept = True
-        foreign = {
-            rid: call
-            for rid, call in (await self._recorder.opened(episode.name)).items()
-            if call.proxy != self._router.proxy_id
-        }
+        foreign = await self._foreign(episode)
         if foreign and (alive := await self._reap(episode, foreign)):
             task = asyncio.get_running_loop().create_task(self._watch(episode, alive))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+
+    def peer_gone(self, proxy: str) -> None:
+        """A proxy is dead: end its calls, whether or not their harnesses ever ask again."""
+        task = asyncio.get_running_loop().create_task(self._sweep_peer(proxy))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _sweep_peer(self, proxy: str) -> None:
+        try:
+            for name in set((await self._recorder.calls_of(proxy)).values()):
+                await self.sweep(await self._load(name))
+            await self._recorder.forget_proxy(proxy)
+        except (redis.exceptions.RedisError, GatewayError, RecordError) as fault:
+            log.warning("calls of the dead proxy %s are left: %s", proxy, fault)  # swept when their episodes are loaded
 
     async def stop(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    async def _foreign(self, episode: Episode) -> dict[str, OpenCall]:
+        """Unfinished calls of other proxies, those included that were held and never reached an engine."""
+        found = await self._recorder.opened(episode.name)
+        for rid in await self._recorder.held_calls(episode.name):
+            found.setdefault(rid, OpenCall(rid.rpartition(".")[0], "", rid, "", 0.0))
+        return {rid: call for rid, call in found.items() if call.proxy != self._router.proxy_id}
+
     async def _watch(self, episode: Episode, calls: dict[str, OpenCall]) -> None:
         deadline = time.monotonic() + 2 * self._limits.lease_s
         while calls and time.monotonic() < deadline:  # a proxy that renews its lease for so long is alive
             await asyncio.sleep(self._limits.lease_s / 5)
-            still = await self._recorder.opened(episode.name)
+            still = await self._foreign(episode)
             calls = await self._reap(episode, {rid: call for rid, call in calls.items() if rid in still})
 
     async def _reap(self, episode: Episode, calls: dict[str, OpenCall]) -> dict[str, OpenCall]:
         """Abort and drop the calls of dead proxies; returns those of living ones."""
         proxies = {call.proxy for call in calls.values()}
-        alive = {proxy for proxy in proxies if await self._redis.exists(keys.proxy_lease(proxy))}
+        alive = {proxy for proxy in proxies if await self._recorder.alive(proxy)}
         for rid, call in calls.items():
             if call.proxy in alive:
                 continue
             log.warning("call %s of %s was left by proxy %s", rid, episode.name, call.proxy)
+            await self._recorder.reap(episode.name, rid)
+            if not call.cell:
+                continue
             episode.lost[bytes.fromhex(call.digest)] += 1
-            await self._recorder.drop(episode.name, rid)
             engine = self._router.engine_of(call.cell)
             if engine is not None:
                 try:

@@ -27,6 +27,9 @@ redis.call('RPUSH', KEYS[1], ARGV[4])
 redis.call('HSET', KEYS[2], ARGV[1], ARGV[5])
 redis.call('HDEL', KEYS[4], ARGV[3])
 redis.call('HDEL', KEYS[5], ARGV[3])
+redis.call('HDEL', KEYS[7], ARGV[7])
+redis.call('HDEL', KEYS[8], ARGV[3])
+if redis.call('GET', KEYS[9]) == 'context' then redis.call('DEL', KEYS[9]) end
 if tonumber(ARGV[6]) > 0 then redis.call('INCRBYFLOAT', KEYS[6], ARGV[6]) end
 return 'appended'
 """
@@ -55,21 +58,85 @@ class OpenCall(msgspec.Struct, frozen=True):
     """Unix time in seconds."""
 
 
+class LeftCall(msgspec.Struct, frozen=True):
+    """An unfinished call whose connection has closed. Another proxy may be asked for it."""
+
+    proxy: str
+    turn_id: str
+    created: int
+    prompt_tokens: int
+
+
 class Recorder:
-    def __init__(self, redis: Redis, *, patience_s: float) -> None:
+    def __init__(self, redis: Redis, proxy_id: str, *, patience_s: float) -> None:
         self._redis = redis
+        self._proxy_id = proxy_id
         self._append = redis.register_script(APPEND)
         self._patience_s = patience_s
 
     async def open(self, episode: str, rid: str, call: OpenCall) -> None:
-        await self._redis.hset(keys.open_calls(episode), rid, msgspec.json.encode(call))
+        pipeline = self._redis.pipeline(transaction=True)
+        pipeline.hset(keys.open_calls(episode), rid, msgspec.json.encode(call))
+        pipeline.hset(keys.proxy_calls(self._proxy_id), rid, episode)
+        await pipeline.execute()
 
-    async def drop(self, episode: str, rid: str) -> None:
+    async def drop(self, episode: str, rid: str, name: bytes) -> None:
         """End a call that will not be recorded."""
         pipeline = self._redis.pipeline(transaction=True)
         pipeline.hdel(keys.open_calls(episode), rid)
         pipeline.hdel(keys.holding(episode), rid)
+        pipeline.hdel(keys.left_calls(episode), name.hex())
+        pipeline.hdel(keys.proxy_calls(self._proxy_id), rid)
         await pipeline.execute()
+
+    async def reap(self, episode: str, rid: str) -> None:
+        """End a call of a dead proxy."""
+        pipeline = self._redis.pipeline(transaction=True)
+        pipeline.hdel(keys.open_calls(episode), rid)
+        pipeline.hdel(keys.holding(episode), rid)
+        await pipeline.execute()
+
+    async def leave(self, episode: str, name: bytes, call: LeftCall) -> None:
+        """The connection of an unfinished call has closed: the next one may come to another proxy."""
+        await self._redis.hset(keys.left_calls(episode), name.hex(), msgspec.json.encode(call))
+
+    async def left(self, episode: str, name: bytes) -> LeftCall | None:
+        data = await self._redis.hget(keys.left_calls(episode), name.hex())
+        return None if data is None else msgspec.json.decode(data, type=LeftCall)
+
+    async def forget_left(self, episode: str, name: bytes) -> None:
+        """The call is asked for again where it runs, or its proxy is dead."""
+        await self._redis.hdel(keys.left_calls(episode), name.hex())
+
+    async def want(self, episode: str, name: bytes) -> bool:
+        """Say that another proxy's call is waited for. Returns whether it is still unfinished."""
+        pipeline = self._redis.pipeline(transaction=True)
+        pipeline.hset(keys.wanted_calls(episode), name.hex(), repr(time.time()))
+        pipeline.hexists(keys.left_calls(episode), name.hex())
+        return bool((await pipeline.execute())[1])
+
+    async def wanted_at(self, episode: str, name: bytes) -> float:
+        """Unix time at which another proxy last waited for the call; 0 for never."""
+        return float(await self._redis.hget(keys.wanted_calls(episode), name.hex()) or 0.0)
+
+    async def alive(self, proxy: str) -> bool:
+        return bool(await self._redis.exists(keys.proxy_lease(proxy)))
+
+    async def count_up(self, episode: str, what: Literal["replayed", "disagreements"], by: int = 1) -> None:
+        await self._redis.hincrby(keys.counts(episode), what, by)
+
+    async def calls_of(self, proxy: str) -> dict[str, str]:
+        """Unfinished calls of a proxy: request id -> episode."""
+        found = await self._redis.hgetall(keys.proxy_calls(proxy))
+        return {as_bytes(rid).decode(): as_bytes(episode).decode() for rid, episode in found.items()}
+
+    async def forget_proxy(self, proxy: str) -> None:
+        """A dead proxy's calls have been ended."""
+        await self._redis.delete(keys.proxy_calls(proxy))
+
+    async def held_calls(self, episode: str) -> list[str]:
+        """Request ids of the calls that are being held."""
+        return [as_bytes(rid).decode() for rid in await self._redis.hkeys(keys.holding(episode))]
 
     async def opened(self, episode: str) -> dict[str, OpenCall]:
         """Unfinished calls of an episode, of every proxy, by request id."""
@@ -77,7 +144,10 @@ class Recorder:
         return {as_bytes(rid).decode(): msgspec.json.decode(data, type=OpenCall) for rid, data in found.items()}
 
     async def hold(self, episode: str, rid: str) -> None:
-        await self._redis.hset(keys.holding(episode), rid, repr(time.time()))
+        pipeline = self._redis.pipeline(transaction=True)
+        pipeline.hset(keys.holding(episode), rid, repr(time.time()))
+        pipeline.hset(keys.proxy_calls(self._proxy_id), rid, episode)
+        await pipeline.execute()
 
     async def unhold(self, episode: str, rid: str, held_s: float) -> None:
         """End a hold and credit its seconds in one transaction: at no moment do they count as active."""
@@ -87,9 +157,19 @@ class Recorder:
         await pipeline.execute()
 
     async def append(
-        self, episode: str, *, seq: int, generation: int, rid: str, record: bytes, note: bytes, held_s: float
+        self,
+        episode: str,
+        *,
+        seq: int,
+        generation: int,
+        rid: str,
+        name: bytes,
+        record: bytes,
+        note: bytes,
+        held_s: float,
     ) -> Outcome:
-        """Append a record. ``held_s``: seconds not yet credited by ``unhold``.
+        """Append a record. ``held_s``: seconds not yet credited by ``unhold``. An episode whose context was refused
+        before has found its way on (by a compaction): it isn't truncated.
 
         ``behind``: there are records that this proxy has not read (perhaps this very one, when an earlier try was
         cut off after it took effect). ``lost``: Redis has fewer records than were appended. Raises redis'
@@ -97,7 +177,8 @@ class Recorder:
         """
         names = [keys.calls(episode), keys.turns(episode), keys.generation_of(episode)]
         names += [keys.open_calls(episode), keys.holding(episode), keys.held(episode)]
-        values: list[bytes | str | int] = [seq, generation, rid, record, note, repr(round(held_s, 6))]
+        names += [keys.left_calls(episode), keys.proxy_calls(self._proxy_id), keys.truncated(episode)]
+        values: list[bytes | str | int] = [seq, generation, rid, record, note, repr(round(held_s, 6)), name.hex()]
         deadline = time.monotonic() + self._patience_s
         while True:
             try:

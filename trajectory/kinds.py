@@ -8,10 +8,11 @@ This works on records alone. It does not know token ids, rewards or what will be
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final
+from typing import Final, Literal
 
 from trajectory.records import CallRecord
 
@@ -30,6 +31,9 @@ class Kind(StrEnum):
 
 
 TRAINABLE: Final = (Kind.MAIN, Kind.MAIN_SUMMARY, Kind.SUB_AGENT, Kind.SUB_AGENT_SUMMARY)
+
+Role = Literal["line", "summary", "side"]
+"""A call of its window's line, or one that branches off it."""
 
 
 @dataclass(frozen=True)
@@ -52,41 +56,63 @@ def classify(records: Sequence[CallRecord]) -> list[Leaf]:
     beside the summary's.
     """
     continues = _continued_calls(records)
-    windows = _windows(records, continues)
+    roles = _roles(records)
+    windows = _windows(records, continues, roles)
     continued = [False] * len(records)
-    for record in reversed(records):
-        target = continues[record.seq]
-        if target < 0 or windows[target] != windows[record.seq]:
+    for seq in range(len(records) - 1, -1, -1):
+        target = continues[seq]
+        if target < 0 or windows[target] != windows[seq]:
             continue
-        same_class = _branch(record) == _branch(records[target])
-        if not _branch(record) or same_class or continued[record.seq]:
+        if roles[seq] in ("line", roles[target]) or continued[seq]:
             continued[target] = True
 
     last_of_line: dict[int, int] = {}
-    for record in records:
-        if not continued[record.seq] and not _branch(record):
-            last_of_line[windows[record.seq]] = record.seq
+    for seq, window in enumerate(windows):
+        if not continued[seq] and roles[seq] == "line":
+            last_of_line[window] = seq
+    alone = _alone(records, windows, roles)
     return [
-        Leaf(record.seq, _kind(record, last_of_line.get(window)), record.agent, window)
-        for record, window in zip(records, windows, strict=True)
-        if not continued[record.seq]
+        Leaf(
+            seq,
+            Kind.SIDE if seq in alone else _kind(record, roles[seq], last_of_line.get(window)),
+            record.agent,
+            window,
+        )
+        for seq, (record, window) in enumerate(zip(records, windows, strict=True))
+        if not continued[seq]
     ]
 
 
-def _branch(record: CallRecord) -> str:
-    """How the call leaves its window's line of calls; empty for a call of the line."""
-    return "side" if record.side else "summary" if record.summary else ""
+def _roles(records: Sequence[CallRecord]) -> list[Role]:
+    """A call is a summary if a later window opens with it, whether it was announced or not; and one that was announced
+    stays one though nothing came of it."""
+    confirmed = {record.compacts for record in records}
+    return ["side" if r.side else "summary" if r.summary or r.seq in confirmed else "line" for r in records]
 
 
-def _kind(record: CallRecord, last: int | None) -> Kind:
-    if record.side:
+def _kind(record: CallRecord, role: Role, last: int | None) -> Kind:
+    if role == "side":
         return Kind.SIDE
     main = record.agent == ROOT_AGENT
-    if record.summary:
+    if role == "summary":
         return Kind.MAIN_SUMMARY if main else Kind.SUB_AGENT_SUMMARY
     if record.seq != last:
         return Kind.DEAD
     return Kind.MAIN if main else Kind.SUB_AGENT
+
+
+def _alone(records: Sequence[CallRecord], windows: Sequence[int], roles: Sequence[Role]) -> set[int]:
+    """Side calls that nobody recognised when they were made, such as a title before everything else: the root agent
+    offers no tools in a window of this one call, though it does in others."""
+    main = [record for record in records if record.agent == ROOT_AGENT and roles[record.seq] != "side"]
+    if not any(record.tools for record in main):
+        return set()
+    calls = Counter(windows)
+    return {
+        record.seq
+        for record in main
+        if not record.tools and record.compacts < 0 and roles[record.seq] == "line" and calls[windows[record.seq]] == 1
+    }
 
 
 def _continued_calls(records: Sequence[CallRecord]) -> list[int]:
@@ -103,8 +129,13 @@ def _continued_calls(records: Sequence[CallRecord]) -> list[int]:
     return found
 
 
-def _windows(records: Sequence[CallRecord], continues: Sequence[int]) -> list[int]:
+def _windows(records: Sequence[CallRecord], continues: Sequence[int], roles: Sequence[Role]) -> list[int]:
     """For each call, its context window.
+
+    What a record says of itself is certain: with ``compacts`` or the forks ``agent``, ``compaction`` and ``opening`` a
+    window opens (after a changed opening the earlier turns are context, so they are trained in the window before it),
+    and calls that name the same summary share one: the first turn of that window was dropped. A call that says
+    nothing, or that nothing explains, is judged by the tokens that it keeps.
 
     A window opens with a call that keeps nothing or that comes from another agent's call. Harnesses keep the system
     prompt, and some the first turns, across a compaction, so two more calls of the line open one: the next after a
@@ -117,25 +148,33 @@ def _windows(records: Sequence[CallRecord], continues: Sequence[int]) -> list[in
     grown: list[bool] = []
     line_end: dict[str, int] = {}
     summarised: dict[str, int] = {}
+    opened: dict[int, int] = {}
     continued = set(continues)
     for record in records:
         inherits = record.parent >= 0 and record.kept > 0 and records[record.parent].agent == record.agent
-        if record.summary and not record.side and record.agent in line_end:
+        if roles[record.seq] == "summary" and record.agent in line_end:
             summarised[record.agent] = line_end[record.agent]
-        if not _branch(record):
+        if roles[record.seq] == "line":
             end = summarised.pop(record.agent, -1)
             line_end[record.agent] = record.seq
             kept_call = continues[record.seq]
-            if inherits and kept_call < 0:
+            if record.fork in ("agent", "compaction", "opening"):
+                inherits = False
+            elif inherits and kept_call < 0:
                 window = windows[record.parent]
                 inherits = not (grown[window] and record.kept < first_prompt[window])
-            inherits = inherits and kept_call >= end
-        if inherits:
+            if record.fork in ("", "unexplained"):
+                inherits = inherits and kept_call >= end
+        if record.compacts in opened:
+            window = opened[record.compacts]
+        elif inherits and record.compacts < 0:
             window = windows[record.parent]
         else:
             window = len(grown)
             first_prompt.append(record.kept + len(record.prompt_bytes) // 4)
             grown.append(False)
+        if record.compacts >= 0:
+            opened[record.compacts] = window
         grown[window] |= record.seq in continued
         windows.append(window)
     return windows

@@ -72,7 +72,19 @@ class CallRecord(msgspec.Struct, frozen=True, kw_only=True):
     side: bool = False
     """A title, a search and the like: recorded, never trained."""
     summary: bool = False
-    """The call's output is the summary of a context compaction."""
+    """The call asks for the summary of a context compaction, as far as could be told when it was made. A later call's
+    ``compacts`` tells for certain."""
+    compacts: int = -1
+    """``seq`` of the call whose output is the summary with which this call's context window opens; -1 for none."""
+    tools: bool = True
+    """The request offered tools."""
+    fork: str = ""
+    """Why the call doesn't go on from its agent's latest call with all that was said: "" when it does; else
+    ``agent`` (its first), ``compaction``, ``summary``, ``side``, ``dropped`` (the harness dropped a turn), ``resume``
+    (a turn came back in part, or followed by one that the policy never said), ``opening`` (the system text or the tools
+    have changed), ``sample`` (the same request once more) or ``unexplained``."""
+    partial: int = 0
+    """Earlier turns that came back in part; what came back keeps its sampled tokens."""
     resampled: int = 0
     """Tokens that had been sampled but were lost undelivered (a cell died), and were sampled again."""
     mutated: bool = False

@@ -37,6 +37,8 @@ from workflows.run import Run, RunState
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help="Train coding agents, durably.")
 submit = typer.Typer(no_args_is_help=True, help="Submit a run, or a step of a run.")
 app.add_typer(submit, name="submit")
+harness = typer.Typer(no_args_is_help=True, help="The harnesses that gyre runs: list, install, check.")
+app.add_typer(harness, name="harness")
 console = Console(soft_wrap=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -141,8 +143,19 @@ async def status(as_json: Json = False) -> None:
 
 @app.command()
 @command
-async def doctor(as_json: Json = False) -> None:
+async def doctor(
+    dialects: Annotated[bool, typer.Option("--dialects", help="Print how request fields are treated.")] = False,
+    as_json: Json = False,
+) -> None:
     """Check every component and say how to mend what is wrong. Exit code 1 when something is."""
+    if dialects:
+        from workers import dialects as tables
+
+        if as_json:
+            show(tables.as_json())
+        else:
+            tables.print_tables(console)
+        return
     from workers.doctor import examine
 
     findings = await examine(Settings())
@@ -316,6 +329,56 @@ async def replay(
     else:
         console.print(result.describe())
     if not result.equal:
+        raise typer.Exit(1)
+
+
+# --- harnesses ----------------------------------------------------------------------------------------------------
+
+HarnessName = Annotated[str, typer.Argument(help="Name of the harness.")]
+
+
+@harness.command("list")
+@command
+async def harness_list(as_json: Json = False) -> None:
+    """Every harness that gyre knows, the version it is pinned to, and what is missing for it here."""
+    from workers.harness_check import listed
+
+    rows = listed(Settings())
+    if as_json:
+        show(rows)
+        return
+    for row in rows:
+        console.print(" ".join(filter(None, (row["name"], row["version"], row["missing"] or "ready"))), highlight=False)
+
+
+@harness.command("install")
+@command
+async def harness_install(name: HarnessName) -> None:
+    """Install the pinned version of a harness into a folder of its own."""
+    from workers.harness_check import install_harness
+
+    console.print(str(await asyncio.to_thread(install_harness, name, Settings())))
+
+
+@harness.command("check")
+@command
+async def harness_check(
+    name: HarnessName,
+    scenario: Annotated[list[str] | None, typer.Option(help="Only this scenario (may be repeated).")] = None,
+    turns: Annotated[int, typer.Option(min=15, max=300, help="Turns of the scenario `loop`.")] = 16,
+    as_json: Json = False,
+) -> None:
+    """Run a real harness against a scripted policy and say what held. Exit code 1 when something didn't."""
+    from workers.harness_check import as_json as reported
+    from workers.harness_check import check, show_report
+
+    reports = await check(name, scenario or [], Settings().harnesses, turns)
+    if as_json:
+        show([reported(report) for report in reports])
+    else:
+        for report in reports:
+            show_report(console, report)
+    if not all(report.ok for report in reports):
         raise typer.Exit(1)
 
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import orjson
+from rich.markup import escape
 from rich.tree import Tree
 
 from activities.record_names import seal_name
 from activities.trajectories import unpack_records
 from infra.blobs import BlobMissing, BlobStore
-from infra.chat.renderer import ChatMLRenderer
-from trajectory.kinds import classify
+from infra.chat.families import renderer_for
+from trajectory.kinds import ROOT_AGENT, classify
 from trajectory.records import CallRecord, decode_chain
 from workers.errors import UsageError
+
+CHANGES: Final = ("mutated", "synthetic", "partial", "resampled")
+"""Counts of a record; see ``CallRecord``."""
 
 
 def sealed_episodes(blobs: BlobStore, run: str, step: int | None, outcome: str = "") -> list[dict[str, Any]]:
@@ -54,28 +60,50 @@ def episode_json(seal: dict[str, Any], records: list[CallRecord]) -> dict[str, A
         for column in ("prompt_ids", "output_ids", "logprobs", "versions"):
             call[column] = getattr(record, column).tolist()
         calls.append({**call, "kind": kinds.get(record.seq, "")})
-    return {**seal, "records": calls}
+    return {**seal, "counts": episode_counts(records), "records": calls}
+
+
+def episode_counts(records: Sequence[CallRecord]) -> dict[str, int]:
+    """What happened to an episode's calls on their way: forks by reason, and what harnesses and cells changed. Zeros
+    are left out."""
+    counts = Counter(f"fork.{record.fork}" for record in records if record.fork)
+    for record in records:
+        for what in CHANGES:
+            counts[what] += int(getattr(record, what))
+    return {what: count for what, count in counts.items() if count}
 
 
 def episode_tree(seal: dict[str, Any], records: list[CallRecord], policy: Path) -> Tree:
     """The trajectory tree for people: a branch per call, its prompt and what was sampled, and how leaves count."""
-    renderer = ChatMLRenderer(policy / "tokenizer.json")
+    renderer = renderer_for(policy)
     kinds = {leaf.seq: leaf.kind for leaf in classify(records)}
     root = Tree(f"[bold]{seal['episode']}[/] · {seal['task']} · {seal['outcome']} · reward {seal['reward']}")
+    if counts := episode_counts(records):
+        root.add("[dim]" + ", ".join(f"{what} {count}" for what, count in counts.items()) + "[/]")
     branches: dict[int, Tree] = {-1: root}
     for record in records:
         kind = kinds.get(record.seq)
         versions = ",".join(map(str, sorted(set(record.versions.tolist()))))
-        label = f"call {record.seq}" + (f" [green]{kind}[/]" if kind else "")
+        label = f"call {record.seq}" + (f" [green]{kind}[/]" if kind else "") + _lineage(record)
         label += f" · v{versions} · {'→'.join(record.cells)} · {record.finish_reason}"
         branch = branches[record.parent].add(label)
-        prompt = renderer.tokenizer.decode(record.prompt_ids.tolist(), skip_special_tokens=False)
-        sampled = renderer.tokenizer.decode(record.output_ids.tolist(), skip_special_tokens=False)
+        prompt = renderer.decode(record.prompt_ids.tolist())
+        sampled = renderer.decode(record.output_ids.tolist())
         branch.add(f"[dim]+{len(record.prompt_ids)} prompt tokens (keeps {record.kept})[/] {_short(prompt)}")
         branch.add(f"[cyan]{len(record.output_ids)} sampled[/] {_short(sampled)}")
         # A linear conversation reads as a list, not as a staircase: only a fork opens a new level.
         branches[record.seq] = branches[record.parent] if _continued_once(records, record.seq) else branch
     return root
+
+
+def _lineage(record: CallRecord) -> str:
+    """Whose a call is, where that isn't the main agent, why it forks, and what isn't as it was said."""
+    said = [] if record.agent == ROOT_AGENT else [escape(record.agent)]
+    if record.fork:
+        said.append(f"[yellow]fork: {record.fork}[/]" + (f" of call {record.compacts}" if record.compacts >= 0 else ""))
+    changes = {what: int(getattr(record, what)) for what in CHANGES}
+    said += [what if count == 1 else f"{count} {what}" for what, count in changes.items() if count]
+    return "".join(f" · {part}" for part in said)
 
 
 def _continued_once(records: list[CallRecord], seq: int) -> bool:

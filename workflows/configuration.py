@@ -94,7 +94,10 @@ class RunConfig(Contract):
     harness: str = "mini"
     """Name of the harness that runs every episode (`gyre doctor` lists them)."""
     restarts: int = Field(default=1, ge=0)
-    """How often an episode whose supervisor died is started from zero before it counts as `infra_failed`."""
+    """How often an episode whose supervisor died is started again before it counts as `infra_failed`."""
+    restart: Literal["resume", "fresh"] = "resume"
+    """How: `resume` goes on in the same workspace by the harness's own resume, where it has one and the files are still
+    on that machine, and otherwise from zero; `fresh` always starts from zero."""
     steps: int = Field(ge=0)
     """Updates after which the run ends (0: it only takes steps from `gyre submit step`)."""
     tasks_per_step: int = Field(ge=1, le=512)

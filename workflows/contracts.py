@@ -7,6 +7,7 @@ is frozen, refuses unknown keys, and is the only thing that crosses a process bo
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Literal
 
 from pydantic import Field
 
@@ -94,6 +95,7 @@ class EpisodeInput(Contract):
     max_version: int
     sampling: SamplingConfig
     budget: BudgetConfig
+    restart: Literal["resume", "fresh"] = "resume"
 
 
 class EpisodeExit(Contract):

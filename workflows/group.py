@@ -109,6 +109,7 @@ class Group:
             max_version=group.version,
             sampling=group.config.sampling,
             budget=group.config.budget,
+            restart=group.config.restart,
         )
         try:
             ended = await calls.run_episode(episode, f"{name} · {group.config.harness}")

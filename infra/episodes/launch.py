@@ -10,7 +10,7 @@ An episode's folder:
     lock              held by the supervisor, or by a launch that is starting one
     spec.json         what the supervisor was told (it holds the API key: readable by the owner only)
     supervisor.json   its pid, start time and generation
-    workspace/ home/  the harness's writable folders; preserved for grading
+    workspace/ home/  the harness's writable folders; preserved for grading, and for a generation that resumes
     instruction.md    what the harness is told
     harness.log       its output; supervisor.log is the supervisor's own
     cancel            made by whoever wants the episode ended
@@ -29,6 +29,7 @@ import shutil
 import signal
 import sys
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +40,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from infra import keys
 from infra.episodes.processes import ended, reap, remove_tree, signal_named, spawn, start_time, tail
-from infra.harness.adapters import INSTRUCTION, Harness
+from infra.harness.harness import INSTRUCTION, Harness, Session
 from infra.sandbox.spec import BASE_ENVIRONMENT, BASE_URL, Bind, Limits, Sandbox, SandboxSpec
 from infra.tasks.harbor import NOT_COPIED, Task
 
@@ -68,13 +69,19 @@ class EpisodeLaunch(BaseModel):
 
     episode: str
     generation: int = Field(ge=0)
-    """Larger for each fresh start of the episode; an older one never runs beside a newer."""
+    """Larger for each start of the episode; an older one never runs beside a newer."""
+    resume: bool = False
+    """Go on in the workspace and HOME that the generation before left, by the harness's own resume."""
     folder: Path
     """The episode's own, on a local file system."""
     task: Task
     api_key: str = Field(repr=False)
     model: str
     """Name under which the harness asks for the policy."""
+    context_limit: int = Field(default=32768, ge=2)
+    """What the harness is told of the context: tokens of prompt and output of a call."""
+    max_output: int = Field(default=1024, ge=1)
+    """What it is told of a turn: sampled tokens at most."""
     proxy_socket: Path
     redis_url: str = Field(repr=False)
     budget_s: float = Field(gt=0)
@@ -84,6 +91,17 @@ class EpisodeLaunch(BaseModel):
     grace_s: float = Field(default=5.0, ge=0)
     """Seconds between asking the harness to end and killing it."""
     lease_ttl_s: float = Field(default=30.0, gt=0)
+
+    def session(self) -> Session:
+        """What the harness is told. Its session id is the same in every generation of the episode."""
+        return Session(
+            base_url=BASE_URL,
+            api_key=self.api_key,
+            model=self.model,
+            context_limit=self.context_limit,
+            max_output=min(self.max_output, self.context_limit - 1),
+            session_id=str(uuid.uuid5(uuid.NAMESPACE_URL, f"gyre:{self.episode}")),
+        )
 
 
 class Exit(BaseModel):
@@ -141,7 +159,8 @@ async def launch_or_adopt(launch: EpisodeLaunch, harness: Harness, sandbox: Sand
 
     An older generation that still runs on this host is cancelled first. Raises SupervisorLost (this generation was
     started and then lost: what it left of calls and files must not be mixed with a new start, which takes a newer
-    generation), Superseded, LaunchFailed, SandboxStuck, and OSError when the task's files can't be copied.
+    generation; or it shall resume and there is nothing to resume here), Superseded, LaunchFailed, SandboxStuck, and
+    OSError when the task's files can't be copied.
     """
     folder = launch.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
@@ -260,8 +279,9 @@ def _start(launch: EpisodeLaunch, folder: Path, harness: Harness, sandbox: Sandb
             sandbox.clear(folder / "workspace")
         if before is not None and before.generation == launch.generation:
             raise SupervisorLost(_lost(launch.episode, before, folder))
-        _prepare(launch, folder)
-        spec = _supervisor_spec(launch, folder, harness, sandbox, before) | {"lock_fd": lock}
+        spent_s = _spent(folder) if launch.resume else 0.0
+        _prepare(launch, folder, harness)
+        spec = _supervisor_spec(launch, folder, harness, sandbox, before) | {"lock_fd": lock, "spent_s": spent_s}
         descriptor = os.open(folder / "spec.json", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with open(descriptor, "w", encoding="utf-8") as stream:
             json.dump(spec, stream)
@@ -281,9 +301,46 @@ def _start(launch: EpisodeLaunch, folder: Path, harness: Harness, sandbox: Sandb
     raise LaunchFailed(f"the supervisor in {folder} did not start: {tail(folder / 'supervisor.log') or 'no message'}")
 
 
-def _prepare(launch: EpisodeLaunch, folder: Path) -> None:
+def can_resume(folder: Path, harness: Harness, session: Session) -> bool:
+    """Whether a generation that was lost here left what its harness could resume."""
+    left = all((folder / name).is_dir() for name in ("workspace", "home"))
+    return left and harness.resume_command(session) is not None
+
+
+def dead_supervisor(folder: Path) -> str:
+    """Under what name (``generation:pid``) the supervisor that ended here last held its lease; "" when there was none,
+    or it runs. So a lease that it could not give back needn't be waited for."""
+    there = _registration(folder)
+    return "" if there is None or there.alive() else f"{there.generation}:{there.pid}"
+
+
+def _spent(folder: Path) -> float:
+    """Seconds of wall time that the generations took which are resumed now. A supervisor touches its log as it lives.
+
+    At least a little, so that the supervisor knows that it resumes.
+    """
+    try:
+        earlier = float(json.loads((folder / "spec.json").read_bytes())["spent_s"])
+        lived = (folder / "supervisor.log").stat().st_mtime - (folder / "supervisor.json").stat().st_mtime
+    except (FileNotFoundError, ValueError, LookupError):
+        return 0.001  # it was lost before it began
+    return earlier + max(lived, 0.001)
+
+
+def _prepare(launch: EpisodeLaunch, folder: Path, harness: Harness) -> None:
+    session = launch.session()
+    if launch.resume and not can_resume(folder, harness, session):
+        raise SupervisorLost(f"{launch.episode}: {folder} holds nothing that {harness.name} could resume")
     for name in TRANSIENT:
         (folder / name).unlink(missing_ok=True)
+    if not launch.resume:
+        _fresh(launch, folder)
+    for name, text in harness.files(session).items():
+        _write_below(folder / "home", name, text)
+    (folder / "instruction.md").write_text(launch.task.instruction, encoding="utf-8")
+
+
+def _fresh(launch: EpisodeLaunch, folder: Path) -> None:
     for name in ("workspace", "home"):
         remove_tree(folder / name)
     source = launch.task.environment_folder
@@ -296,7 +353,23 @@ def _prepare(launch: EpisodeLaunch, folder: Path) -> None:
     else:
         (folder / "workspace").mkdir()
     (folder / "home").mkdir()
-    (folder / "instruction.md").write_text(launch.task.instruction, encoding="utf-8")
+
+
+def _write_below(home: Path, name: str, text: str) -> None:
+    """Write a file of the harness's. In a HOME that an agent has had, links may lead out of it: they are replaced."""
+    place = home
+    *folders, last = Path(name).parts
+    for part in folders:
+        place /= part
+        if place.is_symlink() or (place.exists() and not place.is_dir()):
+            place.unlink()
+        place.mkdir(exist_ok=True)
+    part_file = place / f".{last}.part"
+    part_file.unlink(missing_ok=True)
+    descriptor = os.open(part_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    with open(descriptor, "w", encoding="utf-8") as stream:
+        stream.write(text)
+    part_file.replace(place / last)
 
 
 def _supervisor_spec(
@@ -306,8 +379,10 @@ def _supervisor_spec(
     memory_mb = None
     if harness.address_space_mb is not None:
         memory_mb = (environment.memory_mb or DEFAULT_MEMORY_MB) + harness.address_space_mb
+    session = launch.session()
+    argv = harness.resume_command(session) if launch.resume else harness.command(INSTRUCTION, session)
     sandbox_spec = SandboxSpec(
-        argv=tuple(harness.command(INSTRUCTION, launch.model)),
+        argv=tuple(argv or ()),
         workspace=folder / "workspace",
         home=folder / "home",
         binds=(Bind(source=folder / "instruction.md", target=INSTRUCTION), *harness.binds()),
@@ -323,7 +398,7 @@ def _supervisor_spec(
         "environment": {
             **BASE_ENVIRONMENT,
             **environment.env,
-            **harness.environment(BASE_URL, launch.api_key, launch.model),
+            **harness.environment(session),
         },
         "status_fd": STATUS_FD,
         "redis": redis_address(launch.redis_url),

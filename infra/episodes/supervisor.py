@@ -210,7 +210,8 @@ class Supervisor:
         spec = self.spec
         reader, writer = os.pipe()
         os.set_blocking(reader, False)
-        self.started, self.started_unix = time.monotonic(), time.time()
+        # a resumed episode has the time behind it that the generations before took
+        self.started, self.started_unix = time.monotonic() - spec["spent_s"], time.time()
         log = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
         try:
             self.pid = os.posix_spawn(
@@ -241,6 +242,7 @@ class Supervisor:
         charge = self.started + spec["budget_s"]
         while self.status < 0:
             self._pause(min(renew, charge, wall_end) - time.monotonic())
+            os.utime("supervisor.log")  # so that whoever resumes knows how long this one lived
             now = time.monotonic()
             if self.status >= 0:
                 return
@@ -273,7 +275,9 @@ class Supervisor:
         return float(max(left, 0.1))
 
     def _read_held_before(self) -> None:
-        """What earlier generations were held for isn't this one's."""
+        """What an earlier life was held for isn't this one's; what is resumed is the same life."""
+        if self.spec["spent_s"]:
+            return
         self.held_before = float(self.redis.call("GET", self.spec["held_key"]) or 0.0)
 
     def _read_held(self) -> None:

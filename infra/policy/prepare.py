@@ -21,7 +21,9 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from infra.chat.renderer import IM_END, ChatMLRenderer
+from infra.chat.chatml import IM_END
+from infra.chat.export import write_template
+from infra.chat.renderer import ChatMLRenderer
 from infra.policy.recipe import PolicyRecipe
 
 MANIFEST = "manifest.json"
@@ -37,8 +39,8 @@ def prepare_policy(
 ) -> Path:
     """The folder of the warm-started policy in ``cache_dir``: made in about a CPU-minute, or reused at once.
 
-    It holds config.json, generation_config.json, model.safetensors (fp32), tokenizer.json, tokenizer_config.json
-    and manifest.json.
+    It holds config.json, generation_config.json, model.safetensors (fp32), tokenizer.json, tokenizer_config.json,
+    chat_template.jinja, gyre.json and manifest.json.
     """
     recipe = recipe or PolicyRecipe()
     digest = recipe.digest()
@@ -104,6 +106,7 @@ def _make(folder: Path, recipe: PolicyRecipe, seed: int, progress: Callable[[str
         model.save_pretrained(folder)
         (folder / "model.safetensors").chmod(0o644)
         _write_tokenizer_config(folder, recipe.shape.positions)
+        write_template(folder, renderer)
         # how the policy was taught to read its tools: the proxy renders them in the same way
         (folder / "gyre.json").write_text('{"compact_tools": true}\n', encoding="utf-8")
     finally:

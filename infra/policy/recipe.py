@@ -15,7 +15,11 @@ from pathlib import Path
 from infra.tasks.quickstart import DEFAULT_FAMILIES, Family
 
 CODE = (
-    "chat/renderer.py",
+    "chat/chatml.py",
+    "chat/export.py",
+    "chat/qwen3.py",
+    "chat/templates/chatml.jinja",
+    "chat/tokens.py",
     "policy/model.py",
     "policy/prepare.py",
     "policy/tokenizer.py",

@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterator
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from infra.chat.messages import Message
-from infra.chat.renderer import (
+from infra.chat.chatml import (
     CALL_CLOSE,
     CALL_OPEN,
     IM_END,
@@ -26,6 +25,7 @@ from infra.chat.renderer import (
     THINK_CLOSE,
     THINK_OPEN,
 )
+from infra.chat.messages import Message
 from infra.tasks.quickstart import FAMILIES, make_task
 from infra.tasks.quickstart_demo import TOOLS, demonstrate
 

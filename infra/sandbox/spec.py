@@ -20,8 +20,8 @@ HOME: Final = "/home/agent"
 WORKSPACE: Final = "/workspace"
 PROXY_FOLDER: Final = "/run/gyre"
 PROXY_PORT: Final = 8080
-BASE_URL: Final = f"http://127.0.0.1:{PROXY_PORT}/v1"
-"""Where a harness in a sandbox finds the model."""
+BASE_URL: Final = f"http://127.0.0.1:{PROXY_PORT}"
+"""Where a harness in a sandbox finds the model gateway."""
 
 BASE_ENVIRONMENT: Final = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",

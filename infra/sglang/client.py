@@ -20,7 +20,7 @@ import aiohttp
 import orjson
 
 from infra.sglang.errors import EngineError, EngineLost, EngineRefused
-from infra.sglang.generation import Assembly, Generation, generate_body, wire_id
+from infra.sglang.generation import Assembly, Generation, TokenIds, encode_body, generate_body, wire_id
 from infra.sglang.weights import Shape, check_weights, pack_weights
 
 if TYPE_CHECKING:
@@ -102,19 +102,24 @@ class EngineClient:
         return str((await self._json("GET", "/model_info"))["served_model_name"])
 
     async def loads(self) -> Loads:
-        ranks = (await self._json("GET", "/v1/loads?include=core"))["loads"]
-        return Loads(
-            running=sum(rank["num_running_reqs"] for rank in ranks),
-            waiting=sum(rank["num_waiting_reqs"] for rank in ranks),
-            used_tokens=sum(rank["num_used_tokens"] for rank in ranks),
-            max_tokens=sum(rank["max_total_num_tokens"] for rank in ranks),
-        )
+        """Raises EngineRefused with status 404 when the engine has no such report, and other EngineErrors."""
+        answer = await self._control("GET", "/v1/loads?include=core", None)
+        try:
+            ranks = orjson.loads(answer)["loads"]
+            return Loads(
+                running=sum(rank["num_running_reqs"] for rank in ranks),
+                waiting=sum(rank["num_waiting_reqs"] for rank in ranks),
+                used_tokens=sum(rank["num_used_tokens"] for rank in ranks),
+                max_tokens=sum(rank["max_total_num_tokens"] for rank in ranks),
+            )
+        except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+            raise EngineError(f"{self.url} reports a load that can't be read: {answer[:200]!r}") from error
 
     # Generation
 
     async def generate(
         self,
-        input_ids: Sequence[int],
+        input_ids: TokenIds,
         *,
         rid: str,
         max_new_tokens: int,
@@ -126,9 +131,9 @@ class EngineClient:
     ) -> Generation:
         """Sample from the engine until a stop token, ``max_new_tokens`` or an abort.
 
-        With ``on_tokens`` the answer is streamed: it is called with each batch of (ids, log-probs), and an engine
-        that dies leaves what had arrived in EngineLost. Without it the answer is one message (cheaper; a dead
-        engine leaves nothing). An abort gives the tokens sampled so far either way.
+        ``input_ids`` is int[p]. With ``on_tokens`` the answer is streamed: it is called with each batch of (ids,
+        log-probs), and an engine that dies leaves what had arrived in EngineLost. Without it the answer is one message
+        (cheaper; a dead engine leaves nothing). An abort gives the tokens sampled so far either way.
 
         After ``deadline_s`` seconds the request is aborted and returned as such. Cancelling the caller aborts the
         request in the background.
@@ -169,7 +174,7 @@ class EngineClient:
         return got.result()
 
     async def _exchange(self, body: dict[str, Any], got: Assembly, on_tokens: OnTokens | None) -> None:
-        async with self._http().post("/generate", data=orjson.dumps(body)) as response:
+        async with self._http().post("/generate", data=encode_body(body)) as response:
             if response.status != 200:
                 raise _refusal("/generate", response.status, await response.read())
             if on_tokens is None:

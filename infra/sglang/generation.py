@@ -10,9 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
+import orjson
+
 from infra.sglang.errors import EngineError, EngineRefused, EngineVersionMismatch
 
 Finish = Literal["stop", "length", "abort"]
+TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
+"""Token ids. An ``array("i")`` or a numpy array is sent as it is: a million ids never become Python objects."""
 
 RID_END = "$"
 """Ends every request id on the wire: SGLang aborts all requests whose id *starts with* the given one."""
@@ -41,7 +47,7 @@ def wire_id(rid: str) -> str:
 
 
 def generate_body(
-    input_ids: Sequence[int],
+    input_ids: TokenIds,
     *,
     rid: str,
     max_new_tokens: int,
@@ -53,14 +59,18 @@ def generate_body(
 ) -> dict[str, Any]:
     """Body of ``/generate``: plain sampling, log-probs of the output, KV separated by weight version.
 
+    ``input_ids`` is int[p]; the body holds it as a numpy array, which ``encode_body`` writes.
+
     Raises ValueError for an empty prompt, an id outside [0, vocab_size) (it would kill the engine), no tokens to
     sample, or a negative temperature. Temperature 0 is greedy.
     """
-    ids = list(input_ids)
-    if not ids:
+    ids = np.ascontiguousarray(input_ids)
+    if not ids.size:
         raise ValueError("the prompt is empty")
-    if min(ids) < 0 or max(ids) >= vocab_size:
-        raise ValueError(f"token ids [{min(ids)}, {max(ids)}] are not inside the vocabulary of {vocab_size}")
+    if not np.issubdtype(ids.dtype, np.integer) or ids.ndim != 1:
+        raise ValueError(f"token ids are a row of integers, not {ids.ndim} dimensions of {ids.dtype}")
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        raise ValueError(f"token ids [{ids.min()}, {ids.max()}] are not inside the vocabulary of {vocab_size}")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; at least 1 is needed")
     if not temperature >= 0:
@@ -83,6 +93,11 @@ def generate_body(
             "repetition_penalty": 1.0,
         },
     }
+
+
+def encode_body(body: dict[str, Any]) -> bytes:
+    """JSON of a body."""
+    return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 class Assembly:

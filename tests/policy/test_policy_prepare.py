@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 from pathlib import Path
 
@@ -11,10 +12,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from infra.chat.families import renderer_for
 from infra.chat.renderer import ChatMLRenderer
 from infra.policy.model import make_model
 from infra.policy.prepare import MANIFEST, is_complete, prepare_policy
 from infra.policy.recipe import PolicyRecipe, PolicyShape, WarmStartRecipe
+from infra.policy.warm_start import encode
+from infra.tasks.quickstart import FAMILIES, make_task
+from infra.tasks.quickstart_demo import TOOLS, demonstrate
 
 SHORT = PolicyRecipe(warm_start=WarmStartRecipe(steps=4, tokens_per_step=512))
 
@@ -42,6 +47,26 @@ def test_the_folder_loads_in_transformers_with_the_tokenizer_that_the_renderer_u
     assert model.config.max_position_embeddings == 8192
     logits = model(torch.tensor([renderer.text(text)])).logits
     assert torch.isfinite(logits).all()
+
+
+def test_the_exported_template_renders_the_tokens_that_the_policy_was_taught(made: Path) -> None:
+    renderer, tokenizer = renderer_for(made), AutoTokenizer.from_pretrained(made)
+    tools = [{"type": "function", "function": {"name": tool.name}} for tool in TOOLS]
+    assert isinstance(renderer, ChatMLRenderer)
+    for family in FAMILIES:
+        messages = demonstrate(
+            random.Random(family), make_task(random.Random(family), family), mistake_rate=0.3
+        ).messages
+        sent = [
+            {
+                "role": message.role,
+                "content": message.content,
+                "tool_calls": [{"function": {"name": c.name, "arguments": c.arguments}} for c in message.tool_calls],
+            }
+            for message in messages
+        ]
+        ids = tokenizer.apply_chat_template(sent, tools=tools, return_dict=False)
+        assert ids == [*encode(renderer, messages).ids, *renderer.text("\n")]
 
 
 def test_the_same_seed_and_recipe_make_the_same_weights(made: Path, tmp_path: Path) -> None:

@@ -216,7 +216,7 @@ async def test_a_dropped_connection_and_the_same_request_again_is_one_call(
         await harness.turn()
     else:
         answer = asyncio.create_task(harness.turn())
-        await until(lambda: world.proxies[0].gateway.counts["repeated"], "joined")
+        await until(lambda: world.proxies[0].gateway.counts[""]["joined"], "joined")
         engine.gate.set()
         await answer
     harness.user("next")
@@ -326,10 +326,10 @@ async def test_a_call_that_died_with_its_proxy_is_sampled_again_and_counted(
     await harness.post()
     harness.user("more")
     request = openai_chat.parse(
-        json.dumps({"model": "m", "messages": harness.messages, "tools": harness.tools}).encode()
+        json.dumps({"model": "m", "messages": harness.messages, "tools": harness.tools}).encode(), {}
     )
     call = OpenCall("dead-proxy", "cell-0", "dead.0", request.digest.hex(), 0.0)
-    await Recorder(world.redis, patience_s=1).open("ep", "dead", call)
+    await Recorder(world.redis, "dead-proxy", patience_s=1).open("ep", "dead", call)
     await world.redis.hset(keys.holding("ep"), "dead", "1.0")
     await world.proxies.pop().stop()
     harness.url = (await world.proxy()).url

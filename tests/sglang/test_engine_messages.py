@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import struct
+from array import array
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.sglang.errors import EngineError, EngineRefused, EngineVersionMismatch
-from infra.sglang.generation import Assembly, generate_body, wire_id
+from infra.sglang.generation import Assembly, encode_body, generate_body, wire_id
 from infra.sglang.launch import engine_command, engine_environment
 from infra.sglang.weights import check_weights, checkpoint_shapes, pack_weights
 
@@ -51,6 +53,11 @@ def message(ids: list[int], total: int, finish: dict[str, Any] | None = None, ve
         {"input_ids": []},
         {"input_ids": [1, 10]},
         {"input_ids": [-1, 1]},
+        {"input_ids": [1, 2**32 + 1]},
+        {"input_ids": [1, 2**70]},
+        {"input_ids": [1.0]},
+        {"input_ids": array("i", [3, 10])},
+        {"input_ids": np.array([[1, 2]])},
         {"max_new_tokens": 0},
         {"temperature": -1.0},
         {"temperature": float("nan")},
@@ -61,6 +68,13 @@ def message(ids: list[int], total: int, finish: dict[str, Any] | None = None, ve
 def test_a_request_that_would_kill_or_confuse_the_engine_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         body(**changes)
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=50))
+def test_a_prompt_is_the_same_on_the_wire_however_it_was_held(ids: list[int]) -> None:
+    held = (ids, tuple(ids), array("i", ids), np.array(ids, dtype=np.int32), np.array(ids + ids)[: len(ids)])
+    sent = {encode_body(body(input_ids=form)) for form in held}
+    assert len(sent) == 1 and json.loads(sent.pop())["input_ids"] == ids
 
 
 def test_the_kv_cache_is_separated_by_weight_version() -> None:

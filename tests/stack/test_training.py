@@ -9,7 +9,7 @@ import pytest
 from local_stack import LocalStack
 
 from infra.blobs import BlobStore
-from infra.harness.adapters import Harness
+from infra.harness.harness import Harness
 from workflows.configuration import SchedulerConfig, TrajectoryConfig
 
 pytestmark = pytest.mark.stack

@@ -44,6 +44,9 @@ class Script:
         temperature: float = 1.0,
         side: bool = False,
         summary: bool = False,
+        compacts: int = -1,
+        tools: bool = True,
+        fork: str = "",
     ) -> int:
         """Append a call; ``kept`` defaults to the whole parent. Returns its ``seq``."""
         seq = len(self.records)
@@ -71,14 +74,23 @@ class Script:
                 held_s=0.25,
                 side=side,
                 summary=summary,
+                compacts=compacts,
+                tools=tools,
+                fork=fork,
             )
         )
         self.lengths.append(kept + len(prompt) + len(output))
         return seq
 
 
-def random_script(rng: random.Random, episode: str, calls: int) -> Script:
-    """An episode over three token ids, so that paths coincide, diverge and repeat as often as they can."""
+FORKS = ["", "agent", "compaction", "dropped", "resume", "opening", "sample", "unexplained"]
+
+
+def random_script(rng: random.Random, episode: str, calls: int, *, told: bool = False) -> Script:
+    """An episode over three token ids, so that paths coincide, diverge and repeat as often as they can.
+
+    ``told``: the records say of themselves, often wrongly, what a proxy tells.
+    """
     script = Script(episode)
     for _ in range(calls):
         seq = len(script.records)
@@ -101,13 +113,16 @@ def random_script(rng: random.Random, episode: str, calls: int) -> Script:
             temperature=rng.choice([0.5, 1.0]),
             side=rng.random() < 0.1,
             summary=rng.random() < 0.15,
+            compacts=rng.randrange(seq) if told and seq and rng.random() < 0.25 else -1,
+            tools=not told or rng.random() < 0.7,
+            fork=rng.choice([*FORKS, "", "", ""]) if told else "",
         )
     return script
 
 
-def scripts(max_calls: int = 12) -> st.SearchStrategy[Script]:
+def scripts(max_calls: int = 12, *, told: bool = False) -> st.SearchStrategy[Script]:
     return st.builds(
-        lambda seed, calls, name: random_script(random.Random(seed), f"e{name}", calls),
+        lambda seed, calls, name: random_script(random.Random(seed), f"e{name}", calls, told=told),
         st.integers(0, 2**32),
         st.integers(0, max_calls),
         st.integers(0, 99),
@@ -159,22 +174,27 @@ def kinds(records: Sequence[CallRecord]) -> dict[int, str]:
         lineage.append([*whole, r.seq])
     base = [line[-2] if len(line) > 1 else -1 for line in lineage]
 
+    def group(r: CallRecord) -> str:
+        summary = r.summary or any(o.compacts == r.seq for o in records)
+        return "side" if r.side else "summary" if summary else "line"
+
     window: list[int] = []
     for r in records:
         new = r.parent == -1 or r.kept == 0 or records[r.parent].agent != r.agent
-        earlier = [o for o in records[: r.seq] if o.agent == r.agent and not o.side]
-        last_line = max((o.seq for o in earlier if not o.summary), default=-1)
-        later_summaries = [o for o in earlier if o.summary and o.seq > last_line]
-        if not r.side and not r.summary and later_summaries and last_line >= 0 and base[r.seq] < last_line:
+        earlier = [o for o in records[: r.seq] if o.agent == r.agent and group(o) != "side"]
+        last_line = max((o.seq for o in earlier if group(o) == "line"), default=-1)
+        later_summaries = [o for o in earlier if group(o) == "summary" and o.seq > last_line]
+        untold = r.fork in ("", "unexplained")
+        if group(r) == "line" and untold and later_summaries and last_line >= 0 and base[r.seq] < last_line:
             new = True
-        if not new and not r.side and not r.summary and base[r.seq] == -1:
+        if not new and group(r) == "line" and base[r.seq] == -1:
             members = [o for o in records[: r.seq] if window[o.seq] == window[r.parent]]
             whole_prompt = lengths[members[0].seq] - len(members[0].output_ids)
             new = r.kept < whole_prompt and any(o.seq in base for o in members)
-        window.append(max(window, default=-1) + 1 if new else window[r.parent])
-
-    def group(r: CallRecord) -> str:
-        return "side" if r.side else "summary" if r.summary else "line"
+        if r.compacts >= 0 or (group(r) == "line" and r.fork in ("agent", "compaction", "opening")):
+            new = True
+        same = [window[o.seq] for o in records[: r.seq] if r.compacts >= 0 and o.compacts == r.compacts]
+        window.append(same[0] if same else max(window, default=-1) + 1 if new else window[r.parent])
 
     def is_continued(c: int) -> bool:
         return any(
@@ -184,6 +204,11 @@ def kinds(records: Sequence[CallRecord]) -> dict[int, str]:
             for d in records[c + 1 :]
         )
 
+    def is_alone(r: CallRecord) -> bool:
+        single = window.count(window[r.seq]) == 1 and r.agent == "root" and not r.tools and r.compacts < 0
+        others = any(o.tools and o.agent == "root" and group(o) != "side" for o in records)
+        return single and group(r) == "line" and others
+
     leaves = [r for r in records if not is_continued(r.seq)]
     found: dict[int, str] = {}
     for r in leaves:
@@ -192,9 +217,9 @@ def kinds(records: Sequence[CallRecord]) -> dict[int, str]:
             default=-1,
         )
         name = "main" if r.agent == "root" else "sub_agent"
-        if r.side:
+        if r.side or is_alone(r):
             found[r.seq] = "side"
-        elif r.summary:
+        elif group(r) == "summary":
             found[r.seq] = f"{name}_summary"
         else:
             found[r.seq] = name if r.seq == last else "dead"

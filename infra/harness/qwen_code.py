@@ -1,0 +1,78 @@
+"""Qwen Code: a JavaScript bundle, run by the host's Node.js, that speaks Chat Completions, with resume."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Final
+
+from infra.harness.harness import RESUMED, HarnessUnavailable, Session
+from infra.harness.install import PACKAGES, require
+from infra.sandbox.spec import Bind
+
+PACKAGE = PACKAGES["qwen-code"]
+FOLDER: Final = "/gyre/qwen-code"
+NODE_MAJOR: Final = 20
+NODES: Final = ("/usr/bin/node", "/usr/local/bin/node")
+
+
+class QwenCode:
+    name = "qwen-code"
+    version = PACKAGE.version
+    address_space_mb: int | None = None
+    patience_s = 3600.0
+    transcript = ".qwen/projects"
+    disallowed_tools: tuple[str, ...] = ("web_fetch", "web_search", "cron_create", "cron_list", "cron_delete")
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder.absolute()
+        self._node = next((path for path in NODES if Path(path).exists()), "")
+
+    def command(self, instruction_path: str, session: Session) -> list[str]:
+        start = f'exec "$0" {FOLDER}/cli.js {self._options()} --session-id "$2" < "$1"'
+        return ["/bin/sh", "-c", start, self._node, instruction_path, session.session_id]
+
+    def resume_command(self, session: Session) -> list[str] | None:
+        start = f'exec "$0" {FOLDER}/cli.js {self._options()} --resume "$2" -p "$1" < /dev/null'
+        return ["/bin/sh", "-c", start, self._node, RESUMED, session.session_id]
+
+    def _options(self) -> str:
+        tools = " ".join(f"--exclude-tools {tool}" for tool in self.disallowed_tools)
+        return f"--auth-type openai --yolo --output-format stream-json --chat-recording {tools}"
+
+    def environment(self, session: Session) -> dict[str, str]:
+        return {
+            "OPENAI_BASE_URL": session.openai_url,
+            "OPENAI_API_KEY": session.api_key,
+            "OPENAI_MODEL": session.model,
+            "QWEN_TELEMETRY_ENABLED": "false",
+        }
+
+    def files(self, session: Session) -> dict[str, str]:
+        settings = {
+            "general": {"disableAutoUpdate": True, "enableAutoUpdate": False},
+            "privacy": {"usageStatisticsEnabled": False},
+            "telemetry": {"enabled": False},
+            "model": {
+                "generationConfig": {
+                    "contextWindowSize": session.context_limit,
+                    "timeout": int(1000 * self.patience_s),
+                    "maxRetries": 100,
+                    "samplingParams": {"max_tokens": session.max_output},
+                }
+            },
+        }
+        return {".qwen/settings.json": json.dumps(settings, indent=1)}
+
+    def binds(self) -> tuple[Bind, ...]:
+        return (Bind(source=PACKAGE.program(self._folder).parent, target=FOLDER),)
+
+    def check(self) -> None:
+        require(PACKAGE, self._folder)
+        if not self._node:
+            raise HarnessUnavailable(f"qwen-code needs Node.js {NODE_MAJOR} at {' or '.join(NODES)}: install nodejs")
+        told = subprocess.run([self._node, "--version"], capture_output=True, text=True, timeout=30, check=False)
+        major = told.stdout.strip().removeprefix("v").partition(".")[0]
+        if not major.isdigit() or int(major) < NODE_MAJOR:
+            raise HarnessUnavailable(f"qwen-code needs Node.js {NODE_MAJOR} or newer; {self._node} is {told.stdout!r}")

@@ -1,0 +1,313 @@
+"""OpenAI Responses, the asking half: a body to a ``ModelRequest``, and the closed table of its fields.
+
+The items of one assistant turn (reasoning, message, calls) become one message; a new turn begins where an id that the
+proxy minted says so. Tools of a namespace are flattened to ``NAMESPACE.NAME``, which no function may be called
+otherwise, so the answering half can undo it. It knows no tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from infra.chat.messages import Message, Role, Tool, ToolCall
+from proxy.calls import Hints, ModelRequest, make_request
+from proxy.dialects import bodies
+from proxy.dialects.dialect import Field
+from proxy.dialects.openai_words import refused
+from proxy.errors import BadRequest
+
+ENCRYPTED = "reasoning.encrypted_content"
+FREEFORM: dict[str, Any] = {
+    "type": "object",
+    "properties": {"input": {"type": "string", "description": "The tool's whole input as plain text, not as JSON."}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+"""Parameters that a tool of type custom is given: the policy calls every tool with JSON. They mark such a tool."""
+
+_RUN = "the run decides sampling"
+_NO_STATE = "the proxy keeps no conversation for the client: send the whole input"
+FIELDS: Mapping[str, Field] = {
+    "model": Field("honoured", "recorded, and named in the answer; gyre-side marks a side call; the policy answers"),
+    "input": Field("honoured", "text; messages, reasoning, function and custom calls with their outputs"),
+    "instructions": Field("honoured", "the system prompt; without it, a system or developer message that comes first"),
+    "tools": Field("honoured", "function, namespace and custom; hosted tools are left out and recorded"),
+    "max_output_tokens": Field("honoured", "at most so many sampled tokens; the run's own bound still applies"),
+    "stream": Field("honoured", ""),
+    "include": Field("ignored", f"{ENCRYPTED} is honoured; log-probabilities are refused; others have no effect"),
+    "tool_choice": Field("ignored", "auto and none are taken; a forced call is refused"),
+    "text": Field("ignored", "the format text is taken, others are refused; verbosity has no effect"),
+    "reasoning": Field("ignored", "the policy thinks as it does"),
+    "parallel_tool_calls": Field("ignored", "the policy calls as many tools as it does"),
+    "max_tool_calls": Field("ignored", "it counts calls of hosted tools, and there are none"),
+    "temperature": Field("ignored", _RUN),
+    "top_p": Field("ignored", _RUN),
+    "presence_penalty": Field("ignored", _RUN),
+    "frequency_penalty": Field("ignored", _RUN),
+    "seed": Field("ignored", _RUN),
+    "client_metadata": Field("ignored", "codex writes there what it also writes in headers"),
+    "metadata": Field("ignored", ""),
+    "user": Field("ignored", ""),
+    "service_tier": Field("ignored", ""),
+    "safety_identifier": Field("ignored", ""),
+    "prompt_cache_key": Field("ignored", ""),
+    "prompt_cache_retention": Field("ignored", ""),
+    "prompt_cache_options": Field("ignored", ""),
+    "stream_options": Field("ignored", ""),
+    "moderation": Field("ignored", ""),
+    "access_programs": Field("ignored", ""),
+    "store": Field("refused", f"{_NO_STATE} (false is taken)"),
+    "previous_response_id": Field("refused", _NO_STATE),
+    "conversation": Field("refused", _NO_STATE),
+    "prompt": Field("refused", "there are no stored prompts"),
+    "background": Field("refused", "there are no background responses (false is taken)"),
+    "truncation": Field("refused", "history is never rewritten (disabled is taken)"),
+    "context_management": Field("refused", "history is never rewritten (an empty list is taken)"),
+    "top_logprobs": Field("refused", "log-probabilities are not returned (0 is taken)"),
+    "multi_agent": Field("refused", "there are no server-side agents"),
+}
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "store": (False,),
+    "background": (False,),
+    "truncation": ("disabled",),
+    "context_management": ([],),
+    "top_logprobs": (0,),
+}
+
+_ROLES: Mapping[str, Role] = {"system": "system", "developer": "system", "user": "user"}
+_TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+_HOSTED = ("web_search", "file_search", "code_interpreter", "image_generation", "mcp", "tool_search")
+_NAME = re.compile(r"[^.]+")
+
+
+def parse(body: bytes, headers: Mapping[bytes, bytes]) -> ModelRequest:
+    """Read a request. Raises BadRequest naming the field."""
+    data = bodies.load(body)
+    asked = bodies.check_fields(data, FIELDS, NEUTRAL, lambda name: f"Unknown parameter: '{name}'.", refused)
+    _check_asked(asked)
+    tools, dropped = _tools(data.get("tools"))
+    if dropped:
+        asked["tools"] = dropped
+    bodies.writable(asked, "metadata")
+    messages = _input(data.get("input"))
+    system = None
+    if instructions := bodies.text(data, "instructions"):
+        system = Message("system", instructions)
+    else:
+        system, messages = _opening(messages)
+    model = bodies.text(data, "model")
+    return make_request(
+        model=model,
+        system=system,
+        messages=messages,
+        tools=tools,
+        max_tokens=bodies.positive(data, "max_output_tokens"),
+        stream=bodies.flag(data, "stream"),
+        asked=asked,
+        hints=_hints(headers, model, only_hosted=bool(dropped) and not tools),
+    )
+
+
+def _check_asked(asked: Mapping[str, Any]) -> None:
+    """Ignored fields of which not every value is harmless. Raises BadRequest."""
+    if asked.get("tool_choice") not in (None, "auto", "none"):
+        raise BadRequest("Unsupported value: 'tool_choice' must be auto: a call is never forced", param="tool_choice")
+    include = asked.get("include")
+    if include is not None:
+        if not isinstance(include, list) or not all(isinstance(item, str) for item in include):
+            raise BadRequest("Invalid type for 'include': expected an array of strings", param="include")
+        if any("logprobs" in item for item in include):
+            raise BadRequest(refused("include", "log-probabilities are not returned"), param="include")
+    text = asked.get("text")
+    if text is not None:
+        form = text.get("format") if isinstance(text, dict) else text
+        if form is not None and (not isinstance(form, dict) or form.get("type") != "text"):
+            raise BadRequest(refused("text.format", "forced grammars are not supported"), param="text")
+
+
+def _opening(messages: tuple[Message, ...]) -> tuple[Message | None, tuple[Message, ...]]:
+    """The system prompt that stands first in the input, and what comes after it."""
+    end = 0
+    while end < len(messages) and messages[end].role == "system" and (end == 0 or messages[end].joined):
+        end += 1
+    if end in (0, len(messages)):
+        return None, messages
+    return Message("system", "\n\n".join(message.content for message in messages[:end])), messages[end:]
+
+
+class _Turn:
+    """An assistant turn while its items are read."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.thoughts: list[str] = []
+        self.calls: list[ToolCall] = []
+        self.turn_id = ""
+
+    def message(self) -> Message:
+        reasoning = "\n".join([thought for thought in self.thoughts if thought])
+        return Message("assistant", "".join(self.texts), reasoning, tuple(self.calls), "", False, self.turn_id)
+
+
+def _input(value: Any) -> tuple[Message, ...]:
+    if isinstance(value, str):
+        return (Message("user", value),)
+    if not isinstance(value, list) or not value:
+        raise BadRequest("Invalid type for 'input': expected a string or a non-empty array", param="input")
+    read: list[Message] = []
+    turn: _Turn | None = None
+    for position, item in enumerate(value):
+        where = f"input[{position}]"
+        if not isinstance(item, dict):
+            raise BadRequest(f"Invalid type for '{where}': expected an object", param="input")
+        kind = item.get("type", "message")
+        if kind in ("reasoning", "function_call", "custom_tool_call") or (
+            kind == "message" and item.get("role") == "assistant"
+        ):
+            turn_id = bodies.turn_of(item.get("id")) or bodies.turn_of(item.get("encrypted_content"))
+            if turn is not None and turn_id and turn.turn_id and turn_id != turn.turn_id:
+                read.append(turn.message())
+                turn = None
+            turn = turn or _Turn()
+            turn.turn_id = turn.turn_id or turn_id
+            _add(turn, kind, item, where)
+            continue
+        if turn is not None:
+            read.append(turn.message())
+            turn = None
+        read += _said(kind, item, where)
+    if turn is not None:
+        raise BadRequest("the last item must not be from the assistant: prefill is not supported", param="input")
+    return tuple(read)
+
+
+def _add(turn: _Turn, kind: str, item: dict[str, Any], where: str) -> None:
+    if kind == "message":
+        turn.texts += _texts(item.get("content"), f"{where}.content")
+    elif kind == "reasoning":
+        turn.thoughts += _texts(item.get("content"), f"{where}.content") or _texts(item.get("summary"), where)
+    else:
+        identity, name, space = item.get("call_id"), item.get("name"), item.get("namespace")
+        if not isinstance(identity, str) or not isinstance(name, str) or not isinstance(space, str | None):
+            raise BadRequest(f"'{where}': call_id, name and namespace must be strings", param="input")
+        written = item.get("arguments" if kind == "function_call" else "input")
+        if not isinstance(written, str):
+            raise BadRequest(f"'{where}': arguments or input must be a string", param="input")
+        if kind == "custom_tool_call":
+            written = bodies.arguments({"input": written}, where)
+        turn.calls.append(ToolCall(identity, f"{space}.{name}" if space else name, written))
+
+
+def _said(kind: Any, item: dict[str, Any], where: str) -> list[Message]:
+    """The blocks of an item that is not the assistant's."""
+    if kind in ("function_call_output", "custom_tool_call_output"):
+        call = item.get("call_id")
+        if not isinstance(call, str):
+            raise BadRequest(f"'{where}.call_id' must be a string", param="input")
+        return [Message("tool", "\n".join(_texts(item.get("output"), f"{where}.output")), "", (), call)]
+    if kind != "message":
+        raise BadRequest(f"'{where}': items of type {kind} are not supported", param="input")
+    role = _ROLES.get(str(item.get("role")))
+    if role is None:
+        raise BadRequest(f"'{where}.role' must be system, developer, user or assistant", param="input")
+    texts = _texts(item.get("content"), f"{where}.content") or [""]
+    return [Message(role, text, "", (), "", number > 0) for number, text in enumerate(texts)]
+
+
+def _texts(content: Any, where: str) -> list[str]:
+    if isinstance(content, str):
+        return [content]
+    if content is None:
+        return []
+    if not isinstance(content, list):
+        raise BadRequest(f"'{where}' must be a string or an array of parts", param="input")
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get("refusal" if kind == "refusal" else "text") if kind in _TEXTS or kind == "refusal" else None
+        if not isinstance(text, str):
+            raise BadRequest(
+                f"'{where}': parts of type {kind} are not supported: the policy reads text only", param="input"
+            )
+        texts.append(text)
+    return texts
+
+
+def _tools(tools: Any) -> tuple[tuple[Tool, ...], list[dict[str, Any]]]:
+    """The tools that the harness runs, and those that the provider would have to run."""
+    if tools is None:
+        return (), []
+    if not isinstance(tools, list):
+        raise BadRequest("Invalid type for 'tools': expected an array", param="tools")
+    read: list[Tool] = []
+    dropped = []
+    for position, tool in enumerate(tools):
+        where = f"tools[{position}]"
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if kind == "namespace":
+            inner = tool.get("tools")
+            if not isinstance(inner, list):
+                raise BadRequest(f"'{where}.tools' must be an array", param="tools")
+            space = _name(tool, where) + "."
+            read += [_tool(member, f"{where}.tools[{place}]", space) for place, member in enumerate(inner)]
+        elif kind in ("function", "custom"):
+            read.append(_tool(tool, where))
+        elif isinstance(kind, str) and kind.startswith(_HOSTED):
+            dropped.append(tool)
+        else:
+            raise BadRequest(f"'{where}': tools of type {kind} are not supported: give a function", param="tools")
+    bodies.writable(tools, "tools")
+    return tuple(read), dropped
+
+
+def _tool(tool: Any, where: str, space: str = "") -> Tool:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if kind not in ("function", "custom"):
+        raise BadRequest(f"'{where}': tools of type {kind} are not supported here", param="tools")
+    name, description = space + _name(tool, where), tool.get("description") or ""
+    parameters = tool.get("parameters") or {} if kind == "function" else FREEFORM
+    if not isinstance(description, str) or not isinstance(parameters, dict):
+        raise BadRequest(f"'{where}': bad description or parameters", param="tools")
+    form = tool.get("format")
+    if kind == "custom" and isinstance(form, dict) and isinstance(form.get("definition"), str):
+        # The provider would force this grammar; here the policy is told of it.
+        description = f"{description}\n\nThe input has this form ({form.get('syntax')}):\n{form['definition']}"
+    return Tool(name, description, parameters)
+
+
+def _name(tool: dict[str, Any], where: str) -> str:
+    name = tool.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise BadRequest(f"Invalid '{where}.name': expected a string without a dot", param="tools")
+    return name
+
+
+def _hints(headers: Mapping[bytes, bytes], model: str, *, only_hosted: bool) -> Hints:
+    """What codex says in its headers. A sub-agent is named by its thread; the main agent's thread is the session."""
+    side = True if only_hosted else bodies.side(model)
+    said = _metadata(bodies.header(headers, b"x-codex-turn-metadata"))
+    if not said:
+        return Hints(side=side)
+    session, name, kind = (str(said.get(key, "")) for key in ("session_id", "agent_name", "subagent_kind"))
+    thread = str(said.get("thread_id", "")) or bodies.header(headers, b"x-codex-window-id").partition(":")[0]
+    parent = str(said.get("parent_thread_id", ""))
+    asks = said.get("request_kind")
+    sub_agent = bool(kind or parent or said.get("thread_source") == "subagent" or name not in ("", "/root"))
+    return Hints(
+        agent=(thread or name) if sub_agent else "",
+        parent=parent if sub_agent and parent != session else "",
+        sub_agent=sub_agent,
+        summary=True if asks == "compaction" else False if asks == "turn" else None,
+        side=side,
+    )
+
+
+def _metadata(written: str) -> dict[str, Any]:
+    try:
+        said = json.loads(written)
+    except (ValueError, RecursionError):
+        return {}
+    return said if isinstance(said, dict) else {}

@@ -1,0 +1,104 @@
+"""What a sampled call becomes: the turn that the harness gets, the record that training reads, and the note from which
+a ledger is rebuilt.
+
+It knows neither Redis nor HTTP nor engines.
+"""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+from dataclasses import dataclass
+
+from infra.chat.messages import Message, ToolCall
+from infra.chat.renderer import ParsedTurn
+from proxy import notes
+from proxy.calls import ModelRequest, Turn
+from proxy.episodes import Attempt, Episode
+from proxy.ledger import Delta, Plan
+from proxy.lineage import Place
+from proxy.recorder import LeftCall
+from proxy.sampler import Job, Sampled
+from trajectory import records
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call while it runs."""
+
+    episode: Episode
+    attempt: Attempt
+    name: bytes
+    """Under which the attempt is found when the request is sent again."""
+    request: ModelRequest
+    plan: Plan
+    place: Place
+    job: Job
+    left: LeftCall | None
+    """The same call in another proxy, whose connection has closed."""
+    started_at: float
+    """Unix time in seconds."""
+
+
+def turn_of(call: Call, sampled: Sampled, parsed: ParsedTurn) -> tuple[Turn, array[int]]:
+    """The turn as the harness gets it, and its ids. Each tool call gets an unguessable id by which it is recognised."""
+    output_ids = array("i", sampled.output_ids)
+    finish = sampled.finish
+    if finish == "length" and len(call.plan.prompt) + len(output_ids) >= call.job.key.context_limit:
+        finish = "context"
+    message = Message(
+        role="assistant",
+        content=parsed.content,
+        reasoning=parsed.reasoning,
+        tool_calls=tuple(
+            ToolCall(id=f"call_{secrets.token_urlsafe(18)}", name=said.name, arguments=said.arguments)
+            for said in parsed.calls
+        ),
+        turn_id=call.attempt.opening.turn_id,
+    )
+    return Turn(call.attempt.opening, message, finish, len(output_ids), sampled.cached_tokens), output_ids
+
+
+def write(
+    call: Call, plan: Plan, delta: Delta, sampled: Sampled, turn: Turn
+) -> tuple[records.CallRecord, bytes, bytes]:
+    """The call as the next one of its episode: its record, the record's bytes, and the bytes of its note."""
+    place = call.place
+    record = records.make_record(
+        episode=call.episode.name,
+        seq=len(call.episode.ledger.turns),
+        prev=call.episode.tail,
+        agent=place.agent,
+        parent=delta.parent,
+        kept=delta.kept,
+        prompt_ids=delta.prompt_ids,
+        output_ids=sampled.output_ids,
+        logprobs=sampled.logprobs,
+        versions=sampled.versions,
+        temperature=call.job.key.temperature,
+        finish_reason=turn.finish_reason,
+        cells=sampled.cells,
+        started_at=call.started_at,
+        active_s=sampled.active_s,
+        held_s=sampled.held_s,
+        side=place.side,
+        summary=place.summary,
+        compacts=place.compacts,
+        tools=bool(call.request.tools),
+        fork=place.fork,
+        resampled=sampled.resampled,
+        mutated=plan.mutated,
+        synthetic=plan.synthetic,
+        partial=sum(not said.whole for said in plan.turns),
+    )
+    note = notes.TurnNote(
+        rid=call.attempt.rid,
+        name=call.name,
+        turn_id=turn.opening.turn_id,
+        cached_tokens=turn.cached_tokens,
+        depth=delta.depth,
+        nodes=delta.notes,
+        message=notes.note_of(turn.message),
+        asked=call.request.asked,
+    )
+    return record, records.encode(record), notes.encode(note)

@@ -1,0 +1,86 @@
+"""Several proxies share one episode: a request that is sent again gets its turn wherever it arrives."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import aiohttp
+import pytest
+from proxy_parts import Harness, World, call_text, until
+
+from infra import keys
+
+
+@pytest.fixture
+async def session() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession() as session:
+        yield session
+
+
+async def test_a_request_sent_again_to_another_proxy_waits_for_the_first_ones_turn(
+    world: World, session: aiohttp.ClientSession
+) -> None:
+    engine = await world.open("a")
+    first, second = await world.proxy(), await world.proxy()
+    key = await world.key()
+    engine.gate.clear()
+    async with aiohttp.ClientSession() as other:
+        left = Harness(first.url, key, other)
+        left.user("go")
+        asking = asyncio.create_task(left.post(stream=True))
+        await until(lambda: engine.seen, "the engine has the call")
+        asking.cancel()
+    await until(lambda: world.redis.hlen(keys.left_calls("ep")), "the first proxy noticed")
+    again = Harness(second.url, key, session)
+    again.user("go")
+    waiting = asyncio.create_task(again.post())
+    await until(lambda: world.redis.hlen(keys.wanted_calls("ep")), "the second proxy waits")
+    engine.gate.set()
+    status, body = await waiting
+    assert status == 200, body
+    records = await world.records()
+    assert len(records) == 1 and len(engine.seen) == 1
+    assert await world.redis.hlen(keys.left_calls("ep")) == 0
+    assert int(await world.redis.hget(keys.counts("ep"), "replayed")) == 1
+    again.messages.append(body["choices"][0]["message"])
+    again.user("more")
+    await again.turn()
+    assert (await world.records())[1].fork == ""
+
+
+async def test_the_turn_is_sampled_here_when_the_other_proxy_dies(world: World, session: aiohttp.ClientSession) -> None:
+    engine = await world.open("a")
+    first, second = await world.proxy(), await world.proxy()
+    key = await world.key()
+    engine.gate.clear()
+    async with aiohttp.ClientSession() as other:
+        left = Harness(first.url, key, other)
+        left.user("go")
+        asking = asyncio.create_task(left.post(stream=True))
+        await until(lambda: engine.seen, "the engine has the call")
+        asking.cancel()
+    await until(lambda: world.redis.hlen(keys.left_calls("ep")), "the first proxy noticed")
+    for task in [*first.gateway.router._tasks, *first.gateway._running, *first.gateway._background]:
+        task.cancel()  # as kill -9 would: nothing is said any more
+    engine.gate.set()
+    again = Harness(second.url, key, session)
+    again.user("go")
+    status, body = await again.post()
+    assert status == 200, body
+    assert len(await world.records()) == 1
+
+
+async def test_turns_of_one_episode_may_alternate_between_proxies(world: World, session: aiohttp.ClientSession) -> None:
+    await world.open("a")
+    proxies = [await world.proxy(), await world.proxy()]
+    key = await world.key()
+    harness = Harness("", key, session)
+    harness.user("go")
+    world.replies += [call_text(f"step {number}") for number in range(6)]
+    for number in range(6):
+        harness.url = proxies[number % 2].url
+        harness.answer(await harness.turn(), f"result {number}")
+    records = await world.records()
+    assert [record.fork for record in records] == [""] * 6
+    assert [record.parent for record in records] == [-1, 0, 1, 2, 3, 4]

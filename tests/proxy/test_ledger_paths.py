@@ -1,0 +1,196 @@
+"""Token in, token out: whatever a harness does to its history, what is known keeps its exact ids, and a ledger that is
+rebuilt from records and notes plans every request as the one that lived through the calls."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infra.chat.messages import Message, Tool, ToolCall
+from infra.chat.renderer import ChatMLRenderer
+from proxy import notes
+from proxy.calls import ModelRequest, make_request
+from proxy.ledger import Ledger, Plan
+from trajectory.records import CallRecord, make_record
+
+TOOLS = (Tool(name="bash", parameters={"type": "object", "properties": {"command": {"type": "string"}}}),)
+TEXTS = st.sampled_from(
+    ["", "ls", "cat fox.txt", "a <|im_end|> in a file", "<tool_call>", "</think> x", "  two\n\nlines ", "é👍", "ok"]
+)
+
+
+def request(messages: list[Message], tools: tuple[Tool, ...] = TOOLS, system: str = "be brief") -> ModelRequest:
+    return make_request(
+        model="m",
+        system=Message(role="system", content=system) if system else None,
+        messages=tuple(messages),
+        tools=tools,
+        max_tokens=None,
+        stream=False,
+        asked={},
+    )
+
+
+@dataclass
+class Recorded:
+    """A ledger with the records and notes that its proxy would have written."""
+
+    renderer: ChatMLRenderer
+    ledger: Ledger
+    calls: list[tuple[CallRecord, notes.TurnNote]] = field(default_factory=list)
+
+    def say(self, asked: ModelRequest, text: str, calls: int = 0) -> tuple[Plan, Message, list[int]]:
+        """Plan a request, sample ``text`` and ``calls`` tool calls, record it; returns the turn and its ids."""
+        plan = self.ledger.refreshed(self.ledger.plan(asked))
+        self.ledger.acknowledge(plan)
+        number = len(self.calls)
+        spelled = f"<think>\nhm {number}\n</think>\n\n{text}" + "".join(
+            f'\n<tool_call>\n{{"name": "bash", "arguments": {{"command": "step {number} {index}"}}}}\n</tool_call>'
+            for index in range(calls)
+        )
+        output = [*self.renderer.tokenizer.encode(spelled, add_special_tokens=False).ids, self.renderer.im_end]
+        parsed = self.renderer.parse(output)
+        message = Message(
+            role="assistant",
+            content=parsed.content,
+            reasoning=parsed.reasoning,
+            tool_calls=tuple(
+                ToolCall(id=f"call_{number}_{index}", name=call.name, arguments=call.arguments)
+                for index, call in enumerate(parsed.calls)
+            ),
+            turn_id=f"turn-{number}",
+        )
+        delta = self.ledger.delta(plan)
+        record = make_record(
+            episode="ep",
+            seq=number,
+            prev="",
+            agent="root",
+            parent=delta.parent,
+            kept=delta.kept,
+            prompt_ids=delta.prompt_ids,
+            output_ids=output,
+            logprobs=[0.0] * len(output),
+            versions=[0] * len(output),
+            temperature=1.0,
+            finish_reason="stop",
+            cells=["a"],
+            started_at=0.0,
+            active_s=0.0,
+            held_s=0.0,
+        )
+        note = notes.TurnNote("rid", b"", f"turn-{number}", 0, delta.depth, delta.notes, notes.note_of(message), {})
+        self.calls.append((record, notes.decode(notes.encode(note))))
+        self.ledger.commit(plan, message, array("i", output))
+        assert self.sequence(number) == [*plan.prompt, *output]
+        return plan, message, output
+
+    def sequence(self, seq: int) -> list[int]:
+        record = self.calls[seq][0]
+        kept = self.sequence(record.parent)[: record.kept] if record.parent >= 0 else []
+        return [*kept, *record.prompt_ids.tolist(), *record.output_ids.tolist()]
+
+    def rebuilt(self) -> Ledger:
+        ledger = Ledger(self.renderer)
+        for record, note in self.calls:
+            ledger.restore(record, note)
+        return ledger
+
+
+def results(message: Message, text: str = "done") -> list[Message]:
+    return [Message(role="tool", content=text, tool_call_id=call.id) for call in message.tool_calls]
+
+
+def test_a_turn_that_comes_back_without_its_last_calls_keeps_the_sampled_tokens_before_them(
+    renderer: ChatMLRenderer,
+) -> None:
+    episode = Recorded(renderer, Ledger(renderer))
+    first = [Message(role="user", content="go")]
+    plan, turn, output = episode.say(request(first), "I look", calls=2)
+    kept = msgspec.structs.replace(turn, tool_calls=turn.tool_calls[:1])
+    again = episode.ledger.plan(request([*first, kept, *results(kept), Message(role="user", content="go on")]))
+    cut = renderer.parse(output).cuts[1]
+    assert cut is not None and 0 < cut < len(output)
+    assert list(again.prompt[: len(plan.prompt) + cut]) == [*plan.prompt, *output[:cut]]
+    assert [(turn.seq, turn.own, turn.whole) for turn in again.turns] == [(0, False, False)]
+    assert again.synthetic == 0
+    episode.say(request([*first, kept, *results(kept), Message(role="user", content="go on")]), "done")
+    record = episode.calls[1][0]
+    assert (record.parent, record.kept) == (0, len(plan.prompt) + cut)
+
+
+def test_a_turn_the_policy_never_said_is_rendered_and_counted(renderer: ChatMLRenderer) -> None:
+    episode = Recorded(renderer, Ledger(renderer))
+    first = [Message(role="user", content="go")]
+    _, turn, _ = episode.say(request(first), "one")
+    synthetic = Message(role="assistant", content="I was interrupted")
+    plan = episode.ledger.plan(request([*first, turn, Message(role="user", content="?"), synthetic, *first]))
+    assert (plan.synthetic, plan.synthetic_after) == (1, True)
+
+
+def test_a_kept_tail_under_a_summary_has_the_same_tokens(renderer: ChatMLRenderer) -> None:
+    episode = Recorded(renderer, Ledger(renderer))
+    first = [Message(role="user", content="go")]
+    _, one, _ = episode.say(request(first), "one", calls=1)
+    history = [*first, one, *results(one)]
+    _, two, output = episode.say(request(history), "two", calls=1)
+    summary = Message(role="user", content="This session goes on from a summary: one was done")
+    plan = episode.ledger.plan(request([summary, two, *results(two)]))
+    text = list(plan.prompt)
+    assert any(text[start : start + len(output)] == output for start in range(len(text)))
+    assert [(turn.seq, turn.own, turn.whole) for turn in plan.turns] == [(1, False, True)]
+
+
+def test_a_block_appended_to_the_last_message_branches_inside_it(renderer: ChatMLRenderer) -> None:
+    episode = Recorded(renderer, Ledger(renderer))
+    first = [Message(role="user", content="go")]
+    plan, _, _ = episode.say(request(first), "one")
+    longer = episode.ledger.plan(request([*first, Message(role="user", content="summarise", joined=True)]))
+    header = len(plan.header)
+    assert longer.prompt[: len(plan.prompt) - header] == plan.prompt[: len(plan.prompt) - header]
+    delta = episode.ledger.delta(longer)
+    assert (delta.parent, delta.kept) == (0, len(plan.prompt) - header)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_histories_only_grow_and_a_rebuilt_ledger_plans_alike(renderer: ChatMLRenderer, data: st.DataObject) -> None:
+    episode = Recorded(renderer, Ledger(renderer))
+    lines: list[tuple[list[Message], list[int]]] = [([], [])]
+    asked: list[ModelRequest] = []
+    for _ in range(data.draw(st.integers(1, 8))):
+        messages, expected = data.draw(st.sampled_from(lines))
+        messages = list(messages)
+        edit = data.draw(st.sampled_from(["go on", "cut a turn", "summary", "synthetic", "other tools"]))
+        tools = TOOLS
+        if edit == "cut a turn" and messages and messages[-1].tool_calls:
+            left = data.draw(st.integers(0, len(messages[-1].tool_calls) - 1))
+            messages[-1] = msgspec.structs.replace(messages[-1], tool_calls=messages[-1].tool_calls[:left])
+            expected = []
+        elif edit == "summary":
+            messages = [Message(role="user", content="summary"), *messages[-1:]]
+            expected = []
+        elif edit == "synthetic" and messages:
+            messages += [Message(role="user", content="?"), Message(role="assistant", content=data.draw(TEXTS))]
+        elif edit == "other tools":
+            tools, expected = (), []
+        if messages and messages[-1].tool_calls:
+            messages += results(messages[-1], data.draw(TEXTS))
+        messages.append(Message(role="user", content=data.draw(TEXTS)))
+        if data.draw(st.booleans()):
+            messages.append(Message(role="user", content=data.draw(TEXTS), joined=True))
+        asked.append(request(messages, tools))
+        plan, turn, output = episode.say(asked[-1], data.draw(TEXTS), calls=data.draw(st.integers(0, 2)))
+        assert list(plan.prompt[: len(expected)]) == expected
+        echoed = turn if data.draw(st.booleans()) else msgspec.structs.replace(turn, turn_id="")
+        lines.append(([*messages, echoed], [*plan.prompt, *output] if tools else []))
+    rebuilt = episode.rebuilt()
+    for wanted in asked:
+        live, other = episode.ledger.plan(wanted), rebuilt.plan(wanted)
+        assert live.prompt == other.prompt
+        assert (live.turns, live.mutated, live.synthetic) == (other.turns, other.mutated, other.synthetic)
+        assert episode.ledger.delta(live).prompt_ids == rebuilt.delta(other).prompt_ids

@@ -1,0 +1,131 @@
+"""How a policy uses each harness's tools: names and arguments, as the harness publishes them.
+
+Arguments are JSON text, written the way a policy might: the caller decides about order, spaces and escapes by the
+order of the keys and ``raw`` parts. It knows no scenario.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, Final
+
+
+@dataclass(frozen=True)
+class Call:
+    """A tool call as the policy will spell it."""
+
+    name: str
+    arguments: str
+    """JSON text."""
+
+
+@dataclass(frozen=True)
+class Hands:
+    """Tool names and argument names of a harness; an empty tool name: it has no such tool, and the shell does it."""
+
+    shell: str
+    command: str = "command"
+    shell_more: tuple[tuple[str, Any], ...] = ()
+    """What the shell tool requires besides the command."""
+    patience: str = ""
+    """Numeric argument of the shell tool: milliseconds."""
+    write: str = ""
+    edit: str = ""
+    path: str = "file_path"
+    content: str = "content"
+    old: str = "old_string"
+    new: str = "new_string"
+    agent: str = ""
+    """Starts a sub-agent."""
+    prompt: str = "prompt"
+    agent_more: tuple[tuple[str, Any], ...] = (("description", "look"), ("subagent_type", "general-purpose"))
+    """What the sub-agent tool requires besides the prompt."""
+    wait: str = ""
+    """Waits for sub-agents, where starting one doesn't."""
+    submit: str = ""
+    """Shell command, or tool, without which the harness doesn't end."""
+
+    def run(self, command: str, **more: Any) -> Call:
+        return Call(self.shell, json.dumps({self.command: command, **dict(self.shell_more), **more}))
+
+    def run_backwards(self, command: str) -> Call:
+        """The same with the keys in the other order, escapes, and blanks where JSON has them."""
+        given = [*reversed(self.shell_more), (self.command, command)]
+        return Call(self.shell, "{ " + " ,  ".join(f"{json.dumps(k)} :{json.dumps(v)}" for k, v in given) + " }")
+
+    def run_with_patience(self, command: str, milliseconds: str) -> Call:
+        """With a number spelled as ``milliseconds`` spells it: ``5000``, ``5000.0`` or, in quotes, a string."""
+        if not self.patience:
+            return self.run(command)
+        body = json.dumps({self.command: command, **dict(self.shell_more)})
+        return Call(self.shell, f"{body[:-1]}, {json.dumps(self.patience)}: {milliseconds}}}")
+
+    def write_file(self, name: str, content: str) -> Call:
+        if not self.write:
+            return self.run(f"cat > {name} <<'END_OF_FILE'\n{content.rstrip(chr(10))}\nEND_OF_FILE")
+        return Call(self.write, json.dumps({self.path: f"/workspace/{name}", self.content: content}))
+
+    def edit_file(self, name: str, old: str, new: str) -> Call:
+        if not self.edit:
+            return self.run(f"sed -i 's/{old}/{new}/' {name}")
+        return Call(self.edit, json.dumps({self.old: old, self.path: f"/workspace/{name}", self.new: new}))
+
+    def start_agent(self, prompt: str, **more: Any) -> Call:
+        return Call(self.agent, json.dumps({**dict(self.agent_more), self.prompt: prompt, **more}))
+
+    def wait_for_agents(self) -> Call:
+        """For all that were started; ``{ids}`` is put in when they are known."""
+        return Call(self.wait, '{"targets": {ids}, "timeout_ms": 60000}')
+
+    def finish(self) -> Call | None:
+        if not self.submit:
+            return None
+        return Call(self.submit, "{}") if " " not in self.submit else self.run(self.submit)
+
+
+DESCRIBED: Final = (("description", "look"),)
+HANDS: Final = {
+    "mini": Hands(
+        shell="bash", write="write_file", edit="edit_file", path="path", old="old", new="new", submit="submit"
+    ),
+    "mini-swe-agent": Hands(shell="bash", submit="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),
+    "claude-code": Hands(
+        shell="Bash",
+        shell_more=DESCRIBED,
+        patience="timeout",
+        write="Write",
+        edit="Edit",
+        agent="Agent",
+        agent_more=(*DESCRIBED, ("subagent_type", "general-purpose"), ("run_in_background", False)),
+    ),
+    "codex": Hands(
+        shell="exec_command",
+        command="cmd",
+        patience="yield_time_ms",
+        agent="multi_agent_v1.spawn_agent",
+        prompt="message",
+        agent_more=(),
+        wait="multi_agent_v1.wait_agent",
+    ),
+    "qwen-code": Hands(
+        shell="run_shell_command",
+        shell_more=(("is_background", False), *DESCRIBED),
+        patience="timeout",
+        write="write_file",
+        edit="edit",
+        agent="agent",
+    ),
+    "opencode": Hands(
+        shell="bash",
+        shell_more=DESCRIBED,
+        patience="timeout",
+        write="write",
+        edit="edit",
+        path="filePath",
+        old="oldString",
+        new="newString",
+        agent="task",
+        agent_more=(*DESCRIBED, ("subagent_type", "general")),
+    ),
+}
