@@ -266,14 +266,14 @@ class Gateway:
     async def _record(self, call: Call, sampled: Sampled) -> Turn:
         """Make the turn durable; returns it as it is delivered."""
         episode, attempt, key = call.episode, call.attempt, call.job.key
-        parsed = self._renderer.parse(sampled.output_ids)
-        turn, output_ids = turn_of(call, sampled, parsed)
+        said = turn_of(call, sampled, self._renderer.parse(sampled.output_ids))
+        turn = said.turn
         async with episode.lock:
             sampled.resampled += episode.lost.pop(call.request.digest, 0)
             while True:
                 plan = episode.ledger.refreshed(call.plan)
                 delta = episode.ledger.delta(plan)
-                record, data, note = write(call, plan, delta, sampled, turn)
+                record, data, note = write(call, plan, delta, sampled, said)
                 outcome = await self._recorder.append(
                     episode.name,
                     seq=record.seq,
@@ -285,7 +285,7 @@ class Gateway:
                     held_s=sampled.uncredited_s,
                 )
                 if outcome == "appended":
-                    attempt.node = episode.ledger.commit(plan, turn.message, output_ids)
+                    attempt.node = episode.ledger.commit(plan, turn.message, said.output_ids)
                     episode.lineage.observe(record, delta.messages, turn.message, call.name)
                     episode.tail = records.record_hash(data)
                     episode.cells.append(sampled.cells[-1])
@@ -303,8 +303,7 @@ class Gateway:
                     break
         counts = self.counts[key.harness]
         counts["calls"] += 1
-        counts["malformed"] += parsed.malformed
-        for what in ("mutated", "synthetic", "partial", "resampled"):
+        for what in ("malformed", "mutated", "synthetic", "partial", "resampled"):
             counts[what] += getattr(record, what)
         if record.fork:
             counts[f"fork.{record.fork}"] += 1

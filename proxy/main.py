@@ -31,6 +31,9 @@ from proxy.processes import Family, inherited, module_command
 from proxy.router import Router
 from proxy.server import listen, make_server
 
+REDIS_CONNECTIONS = 4096
+"""At most; as many calls may be at Redis at one moment. The client's default of 100 fails the calls beyond it."""
+
 
 class BadLimits(ValueError):
     """The limits that were given are none."""
@@ -102,7 +105,9 @@ def main() -> None:
         if processes > 1:
             family = Family(module_command("proxy.main", sys.argv[1:]), sockets, processes)
             sys.exit(asyncio.run(family.run()))
-    redis = Redis.from_url(settings.redis, socket_connect_timeout=5, socket_keepalive=True)
+    redis = Redis.from_url(
+        settings.redis, max_connections=REDIS_CONNECTIONS, socket_connect_timeout=5, socket_keepalive=True
+    )
     renderer = ChatMLRenderer(given.tokenizer, compact_tools=given.compact_tools)
     gateway = build_gateway(redis, renderer, vocab_size=model_vocabulary(given.tokenizer, renderer), limits=limits)
     make_server(create_app(gateway)).run(sockets=sockets)

@@ -195,6 +195,8 @@ class Router:
         Returns the cells for which one of them goes on waiting: nobody behind it may have those.
         """
         full: set[str] = set()
+        if not self._waiters:
+            return full
         serving = {route.cell for route in self.routes.values() if route.open}
         for waiter in list(self._waiters):
             if waiter.place > before or full >= serving:

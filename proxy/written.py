@@ -40,8 +40,18 @@ class Call:
     """Unix time in seconds."""
 
 
-def turn_of(call: Call, sampled: Sampled, parsed: ParsedTurn) -> tuple[Turn, array[int]]:
-    """The turn as the harness gets it, and its ids. Each tool call gets an unguessable id by which it is recognised."""
+@dataclass(frozen=True)
+class Said:
+    """A sampled turn, read."""
+
+    turn: Turn
+    output_ids: array[int]
+    malformed: int
+    """Tool-call spans that are none."""
+
+
+def turn_of(call: Call, sampled: Sampled, parsed: ParsedTurn) -> Said:
+    """The turn as the harness gets it. Each tool call gets an unguessable id by which it is recognised."""
     output_ids = array("i", sampled.output_ids)
     finish = sampled.finish
     if finish == "length" and len(call.plan.prompt) + len(output_ids) >= call.job.key.context_limit:
@@ -56,13 +66,15 @@ def turn_of(call: Call, sampled: Sampled, parsed: ParsedTurn) -> tuple[Turn, arr
         ),
         turn_id=call.attempt.opening.turn_id,
     )
-    return Turn(call.attempt.opening, message, finish, len(output_ids), sampled.cached_tokens), output_ids
+    turn = Turn(call.attempt.opening, message, finish, len(output_ids), sampled.cached_tokens)
+    return Said(turn, output_ids, parsed.malformed)
 
 
 def write(
-    call: Call, plan: Plan, delta: Delta, sampled: Sampled, turn: Turn
+    call: Call, plan: Plan, delta: Delta, sampled: Sampled, said: Said
 ) -> tuple[records.CallRecord, bytes, bytes]:
     """The call as the next one of its episode: its record, the record's bytes, and the bytes of its note."""
+    turn = said.turn
     place = call.place
     record = records.make_record(
         episode=call.episode.name,
@@ -86,10 +98,11 @@ def write(
         compacts=place.compacts,
         tools=bool(call.request.tools),
         fork=place.fork,
+        malformed=said.malformed,
         resampled=sampled.resampled,
         mutated=plan.mutated,
         synthetic=plan.synthetic,
-        partial=sum(not said.whole for said in plan.turns),
+        partial=sum(not earlier.whole for earlier in plan.turns),
     )
     note = notes.TurnNote(
         rid=call.attempt.rid,

@@ -1,5 +1,8 @@
 """The micro-step: a pack of whole trajectories, the unit of one forward and backward pass.
 
+A prefix that trajectories share is there once: a trajectory is the first ``prefix_len`` tokens of an earlier one
+(whose own beginning may be shared in turn), then its own run. ``unshared`` writes every trajectory out.
+
 Invariant: equal micro-steps have equal bytes, whoever made them and in which order, so a micro-step's content
 hash names it. It carries all that its loss needs, and where each target token was sampled. It does not know the
 run, the step or N.
@@ -8,8 +11,8 @@ run, the step or N.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
-from typing import Any, Final
+from dataclasses import dataclass, fields, replace
+from typing import Any, Final, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from trajectory.records import Float32, Int32
-from trajectory.tree import Bool
+from trajectory.tree import Bool, Index
 
 Float64 = npt.NDArray[np.float64]
 
@@ -31,7 +34,13 @@ _PER_TOKEN: Final = {
     "call": np.int32,
     "offset": np.int32,
 }
-_PER_TRAJECTORY: Final = {"advantage": np.float64, "weight": np.float64, "episode_index": np.int32}
+_PER_TRAJECTORY: Final = {
+    "advantage": np.float64,
+    "weight": np.float64,
+    "episode_index": np.int32,
+    "prefix_of": np.int32,
+    "prefix_len": np.int32,
+}
 
 
 class MicroStepError(ValueError):
@@ -40,7 +49,8 @@ class MicroStepError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class MicroStep:
-    """s trajectories of n tokens in all, one after the other. Raises MicroStepError when columns do not fit.
+    """The own runs of s trajectories, n tokens in all, one after the other. Raises MicroStepError when columns do not
+    fit.
 
     Compare two by their bytes.
     """
@@ -48,7 +58,11 @@ class MicroStep:
     ids: Int32
     """int32[n]: token ids."""
     cu_seqlens: Int32
-    """int32[s+1]: trajectory i is tokens [cu_seqlens[i], cu_seqlens[i+1])."""
+    """int32[s+1]: the own run of trajectory i is tokens [cu_seqlens[i], cu_seqlens[i+1])."""
+    prefix_of: Int32
+    """int32[s]: the earlier trajectory with whose tokens trajectory i begins, -1 for none."""
+    prefix_len: Int32
+    """int32[s]: how many of its tokens; 0 exactly where ``prefix_of`` is -1."""
     target: Bool
     """bool[n]: the token is trained here. Never a trajectory's first token; the last one always is."""
     behaviour: Float32
@@ -85,19 +99,78 @@ class MicroStep:
                     f"{name} is {column.dtype}{list(column.shape)}, not {np.dtype(dtype).name}[{length}]"
                 )
         starts, lengths = self.cu_seqlens[:-1], np.diff(self.cu_seqlens)
-        if self.cu_seqlens[0] != 0 or self.cu_seqlens[-1] != n or (lengths < 2).any():
-            raise MicroStepError(f"cu_seqlens does not cut {n} tokens into trajectories of two or more")
-        if self.target[starts].any():
+        if self.cu_seqlens[0] != 0 or self.cu_seqlens[-1] != n or (lengths < 1).any():
+            raise MicroStepError(f"cu_seqlens does not cut {n} tokens into runs of one or more")
+        self._check_prefixes(lengths)
+        if self.target[starts[self.prefix_len == 0]].any():
             raise MicroStepError("the first token of a trajectory is a target, but nothing predicts it")
         if not self.target[self.cu_seqlens[1:] - 1].all():
             raise MicroStepError("a trajectory does not end with a target")
         if not ((self.episode_index >= 0) & (self.episode_index < len(self.episodes))).all():
             raise MicroStepError(f"episode_index points outside the {len(self.episodes)} episodes")
 
+    def _check_prefixes(self, lengths: Int32) -> None:
+        order, alone = np.arange(len(lengths)), self.prefix_of == -1
+        if not ((self.prefix_of >= -1) & (self.prefix_of < order)).all():
+            raise MicroStepError("a trajectory begins with one that isn't before it")
+        whole = self.prefix_len + lengths
+        if not (alone == (self.prefix_len == 0)).all() or (self.prefix_len < 0).any():
+            raise MicroStepError("prefix_len must be positive exactly where there is a prefix")
+        if (self.prefix_len > np.where(alone, 0, whole[self.prefix_of])).any():
+            raise MicroStepError("a prefix is longer than the trajectory that it is taken from")
+        if (whole < 2).any():
+            raise MicroStepError("a trajectory has two tokens or more")
+
     @property
     def tokens(self) -> int:
-        """n, the tokens of the forward pass."""
+        """n, the tokens of the forward pass where shared prefixes are computed once."""
         return len(self.ids)
+
+    @property
+    def lengths(self) -> Int32:
+        """int32[s]: tokens of each trajectory, shared ones included."""
+        whole: Int32 = self.prefix_len + np.diff(self.cu_seqlens)
+        return whole
+
+    def path(self, trajectory: int) -> Index:
+        """intp[length]: where the tokens of a trajectory are among the n, in order."""
+        runs = []
+        stop = int(self.lengths[trajectory])
+        while stop:
+            shared = int(self.prefix_len[trajectory])
+            first = int(self.cu_seqlens[trajectory])
+            if stop > shared:
+                runs.append(np.arange(first, first + stop - shared, dtype=np.intp))
+                stop = shared
+            trajectory = int(self.prefix_of[trajectory])
+        return np.concatenate(runs[::-1])
+
+    def unshared(self) -> MicroStep:
+        """The same trajectories, each written out from its first token: the same loss by more computation."""
+        paths = [self.path(trajectory) for trajectory in range(len(self.kinds))]
+        where = np.concatenate(paths)
+        target = np.concatenate(
+            [self.target[path] & (path >= first) for path, first in zip(paths, self.cu_seqlens[:-1], strict=True)]
+        )
+
+        def column(name: str, fill: float) -> npt.NDArray[Any]:
+            values = getattr(self, name)[where]
+            values[~target] = fill
+            return cast(npt.NDArray[Any], values)
+
+        return replace(
+            self,
+            ids=self.ids[where],
+            cu_seqlens=np.cumsum([0, *map(len, paths)], dtype=np.int32),
+            prefix_of=np.full(len(paths), -1, np.int32),
+            prefix_len=np.zeros(len(paths), np.int32),
+            target=target,
+            behaviour=column("behaviour", 0.0),
+            temperature=column("temperature", 1.0),
+            version=column("version", -1),
+            call=column("call", -1),
+            offset=column("offset", -1),
+        )
 
     @property
     def targets(self) -> int:

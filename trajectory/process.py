@@ -6,8 +6,7 @@ the step, N, or where micro-steps are stored.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -16,12 +15,13 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
-from trajectory.advantage import Reason, group_advantage
-from trajectory.kinds import Kind, classify
+from trajectory.advantage import group_advantage
+from trajectory.kinds import classify
 from trajectory.micro_step import MicroStep
 from trajectory.packing import Pack, pack
 from trajectory.records import CallRecord
 from trajectory.selection import Selection, Trajectory, select
+from trajectory.stats import GroupStats, group_stats
 from trajectory.tree import EpisodeTree
 
 Reduction = Literal["episode_tokens", "episode_trajectories"]
@@ -48,51 +48,6 @@ class EpisodeInput:
     """All calls in ``seq`` order. Those of an excluded episode are counted but not examined."""
     reward: float | None
     """In [0, 1]; None excludes the episode."""
-
-
-class GroupStats(BaseModel):
-    """What is worth knowing about a processed group. Tokens and trajectories are those of valid episodes."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    valid_episodes: int
-    excluded_episodes: int
-    mean_reward: float | None
-    """Over valid episodes; None when there is none."""
-    reason: Reason
-    """Why the group gives no gradient; empty when it does."""
-    micro_steps: int
-    leaves: dict[str, int]
-    """Leaves by kind, selected or not; dead ends and side calls included."""
-    trajectories: dict[str, int]
-    """Selected trajectories by kind, whether the group gives a gradient or not."""
-    sampled_tokens: int
-    """Sampled tokens, each counted once however many paths contain it."""
-    sampled_by_kind: dict[str, int]
-    """``sampled_tokens`` by kind of highest precedence that contains the token."""
-    trained_tokens: int
-    """Target tokens in the micro-steps."""
-    left_out: dict[str, int]
-    """Sampled tokens by kind that the selection left out."""
-    dead_tokens: int
-    """Sampled tokens that lie on dead ends only."""
-    duplicates: int
-    """Sampled tokens that coincide with an earlier sample."""
-    packed_tokens: int
-    """Tokens in the micro-steps, prompt included."""
-    trained_by_version: dict[str, int]
-    """Target tokens by the weight version that sampled them (a JSON key: decimal), oldest first."""
-    oldest_version: int | None
-    """Oldest weight version among the target tokens; None without any."""
-    newest_version: int | None
-    active_s: float
-    """Seconds that calls spent sampling, excluded episodes included."""
-    held_s: float
-    """Seconds that calls were held, excluded episodes included."""
-
-    def left_out_share(self) -> dict[str, float]:
-        """Share of the sampled tokens of each kind that the selection left out, in [0, 1]."""
-        return {kind: self.left_out.get(kind, 0) / tokens for kind, tokens in self.sampled_by_kind.items()}
 
 
 @dataclass(frozen=True)
@@ -132,8 +87,7 @@ def process_group(episodes: Sequence[EpisodeInput], config: TrajectoryConfig) ->
         micro_steps = [
             _micro_step(members, built, outcome.advantages) for members in pack(lengths, config.token_budget)
         ]
-    valid = [b for b in built if b]
-    return ProcessedGroup(micro_steps, _stats(episodes, valid, outcome.mean_reward, outcome.reason, micro_steps))
+    return ProcessedGroup(micro_steps, group_stats(episodes, built, outcome, micro_steps))
 
 
 def _build(episode: EpisodeInput, config: TrajectoryConfig) -> _Episode:
@@ -172,6 +126,8 @@ def _micro_step(members: Pack, built: Sequence[_Episode | None], advantages: Seq
     return MicroStep(
         ids=np.concatenate([tree.ids[t.path] for tree, t in rows]),
         cu_seqlens=np.cumsum([0, *(len(t.path) for _, t in rows)], dtype=np.int32),
+        prefix_of=np.full(len(rows), -1, np.int32),
+        prefix_len=np.zeros(len(rows), np.int32),
         target=target,
         behaviour=column("behaviour", 0.0),
         temperature=column("temperature", 1.0),
@@ -184,47 +140,3 @@ def _micro_step(members: Pack, built: Sequence[_Episode | None], advantages: Seq
         episodes=tuple(names),
         kinds=tuple(str(t.leaf.kind) for _, t in rows),
     )
-
-
-def _stats(
-    episodes: Sequence[EpisodeInput],
-    valid: Sequence[_Episode],
-    mean_reward: float | None,
-    reason: Reason,
-    micro_steps: Sequence[MicroStep],
-) -> GroupStats:
-    records = [record for e in episodes for record in e.records]
-    versions = Counter[int]()
-    for micro_step in micro_steps:
-        values, counts = np.unique(micro_step.version[micro_step.target], return_counts=True)
-        versions.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
-    sampled = _by_kind(b.selection.sampled for b in valid)
-    return GroupStats(
-        valid_episodes=len(valid),
-        excluded_episodes=len(episodes) - len(valid),
-        mean_reward=mean_reward,
-        reason=reason,
-        micro_steps=len(micro_steps),
-        leaves=_by_kind(b.selection.leaves for b in valid),
-        trajectories=_by_kind(Counter(t.leaf.kind for t in b.selection.trajectories) for b in valid),
-        sampled_tokens=sum(sampled.values()),
-        sampled_by_kind=sampled,
-        trained_tokens=sum(versions.values()),
-        left_out=_by_kind(b.selection.left_out for b in valid),
-        dead_tokens=sampled.get("dead", 0),
-        duplicates=sum(b.tree.duplicates for b in valid),
-        packed_tokens=sum(m.tokens for m in micro_steps),
-        trained_by_version={str(version): versions[version] for version in sorted(versions)},
-        oldest_version=min(versions, default=None),
-        newest_version=max(versions, default=None),
-        active_s=sum(record.active_s for record in records),
-        held_s=sum(record.held_s for record in records),
-    )
-
-
-def _by_kind(parts: Iterable[Mapping[Kind, int]]) -> dict[str, int]:
-    """Sum over episodes, in the order of precedence."""
-    total = Counter[Kind]()
-    for part in parts:
-        total.update(part)
-    return {str(kind): total[kind] for kind in Kind if total[kind]}

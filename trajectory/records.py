@@ -85,6 +85,8 @@ class CallRecord(msgspec.Struct, frozen=True, kw_only=True):
     have changed), ``sample`` (the same request once more) or ``unexplained``."""
     partial: int = 0
     """Earlier turns that came back in part; what came back keeps its sampled tokens."""
+    malformed: int = 0
+    """Spans of the turn that were opened as tool calls and are none."""
     resampled: int = 0
     """Tokens that had been sampled but were lost undelivered (a cell died), and were sampled again."""
     mutated: bool = False

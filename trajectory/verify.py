@@ -58,7 +58,8 @@ def verify_provenance(micro_steps: Iterable[MicroStep], records: Mapping[str, Se
                     raise ProvenanceError(f"{where}: record {call} is call {record.seq} of episode {record.episode}")
                 mine = entries[calls == call]
                 used = seen.setdefault((episode, call), np.zeros(len(record.output_ids), np.bool_))
-                _check_call(micro_step, record, used, entries=mine, first=first, where=f"{where}, call {call}")
+                begin = first - int(micro_step.prefix_len[trajectory])
+                _check_call(micro_step, record, used, entries=mine, first=begin, where=f"{where}, call {call}")
     return Provenance(
         micro_steps=count,
         episodes=len({episode for episode, _ in seen}),
@@ -70,8 +71,10 @@ def verify_provenance(micro_steps: Iterable[MicroStep], records: Mapping[str, Se
 def _check_call(
     micro_step: MicroStep, record: CallRecord, used: Bool, *, entries: Index, first: int, where: str
 ) -> None:
-    """Compare the targets of one call in one trajectory (which begins at token ``first``) with its record, and mark
-    their offsets as used."""
+    """Compare the targets of one call in one trajectory with its record, and mark their offsets as used.
+
+    ``first``: where token 0 of the trajectory would be, if its tokens stood before ``entries`` without a gap.
+    """
     offsets = micro_step.offset[entries]
 
     def refuse_where(wrong: Bool, why: str) -> None:

@@ -90,6 +90,8 @@ def pack(trajectories: Sequence[Trajectory]) -> MicroStep:
     return MicroStep(
         ids=np.concatenate([t.ids for t in trajectories]),
         cu_seqlens=np.cumsum([0, *(len(t.ids) for t in trajectories)]).astype(np.int32),
+        prefix_of=np.full(len(trajectories), -1, np.int32),
+        prefix_len=np.zeros(len(trajectories), np.int32),
         target=target,
         behaviour=np.concatenate([t.behaviour for t in trajectories]),
         temperature=np.where(target, 0.8, 1).astype(np.float32),

@@ -145,6 +145,8 @@ def _micro_step(behaviour: list[list[float]], advantage: list[float], weight: li
     return MicroStep(
         ids=np.arange(len(target), dtype=np.int32),
         cu_seqlens=np.cumsum([0, *lengths], dtype=np.int32),
+        prefix_of=np.full(len(lengths), -1, np.int32),
+        prefix_len=np.zeros(len(lengths), np.int32),
         target=target,
         behaviour=np.concatenate([[0.0, *row] for row in behaviour]).astype(np.float32),
         temperature=np.ones(len(target), np.float32),

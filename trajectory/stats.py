@@ -1,0 +1,128 @@
+"""What is worth knowing about a processed group.
+
+Invariant: tokens and trajectories are counted over valid episodes only, each sampled token once. This does not know
+how a group is cut into micro-steps, nor the group's place in a step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+from trajectory.advantage import GroupAdvantage, Reason
+from trajectory.kinds import Kind
+from trajectory.micro_step import MicroStep
+from trajectory.records import CallRecord
+from trajectory.selection import Selection
+from trajectory.tree import EpisodeTree
+
+
+class Played(Protocol):
+    """An episode as it was given: ``reward`` None excludes it."""
+
+    @property
+    def episode(self) -> str: ...
+    @property
+    def records(self) -> Sequence[CallRecord]: ...
+    @property
+    def reward(self) -> float | None: ...
+
+
+class Built(Protocol):
+    """A valid episode's tree and what was selected of it."""
+
+    @property
+    def tree(self) -> EpisodeTree: ...
+    @property
+    def selection(self) -> Selection: ...
+
+
+class GroupStats(BaseModel):
+    """What is worth knowing about a processed group. Tokens and trajectories are those of valid episodes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    valid_episodes: int
+    excluded_episodes: int
+    mean_reward: float | None
+    """Over valid episodes; None when there is none."""
+    reason: Reason
+    """Why the group gives no gradient; empty when it does."""
+    micro_steps: int
+    leaves: dict[str, int]
+    """Leaves by kind, selected or not; dead ends and side calls included."""
+    trajectories: dict[str, int]
+    """Selected trajectories by kind, whether the group gives a gradient or not."""
+    sampled_tokens: int
+    """Sampled tokens, each counted once however many paths contain it."""
+    sampled_by_kind: dict[str, int]
+    """``sampled_tokens`` by kind of highest precedence that contains the token."""
+    trained_tokens: int
+    """Target tokens in the micro-steps."""
+    left_out: dict[str, int]
+    """Sampled tokens by kind that the selection left out."""
+    dead_tokens: int
+    """Sampled tokens that lie on dead ends only."""
+    duplicates: int
+    """Sampled tokens that coincide with an earlier sample."""
+    packed_tokens: int
+    """Tokens in the micro-steps, prompt included."""
+    trained_by_version: dict[str, int]
+    """Target tokens by the weight version that sampled them (a JSON key: decimal), oldest first."""
+    oldest_version: int | None
+    """Oldest weight version among the target tokens; None without any."""
+    newest_version: int | None
+    active_s: float
+    """Seconds that calls spent sampling, excluded episodes included."""
+    held_s: float
+    """Seconds that calls were held, excluded episodes included."""
+
+    def left_out_share(self) -> dict[str, float]:
+        """Share of the sampled tokens of each kind that the selection left out, in [0, 1]."""
+        return {kind: self.left_out.get(kind, 0) / tokens for kind, tokens in self.sampled_by_kind.items()}
+
+
+def group_stats(
+    episodes: Sequence[Played], built: Sequence[Built | None], outcome: GroupAdvantage, micro_steps: Sequence[MicroStep]
+) -> GroupStats:
+    """Of one group. ``built`` and ``outcome.advantages`` are by position of ``episodes``, None for an excluded one."""
+    valid = [b for b in built if b]
+    records = [record for e in episodes for record in e.records]
+    versions = Counter[int]()
+    for micro_step in micro_steps:
+        values, counts = np.unique(micro_step.version[micro_step.target], return_counts=True)
+        versions.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
+    sampled = _by_kind(b.selection.sampled for b in valid)
+    return GroupStats(
+        valid_episodes=len(valid),
+        excluded_episodes=len(episodes) - len(valid),
+        mean_reward=outcome.mean_reward,
+        reason=outcome.reason,
+        micro_steps=len(micro_steps),
+        leaves=_by_kind(b.selection.leaves for b in valid),
+        trajectories=_by_kind(Counter(t.leaf.kind for t in b.selection.trajectories) for b in valid),
+        sampled_tokens=sum(sampled.values()),
+        sampled_by_kind=sampled,
+        trained_tokens=sum(versions.values()),
+        left_out=_by_kind(b.selection.left_out for b in valid),
+        dead_tokens=sampled.get("dead", 0),
+        duplicates=sum(b.tree.duplicates for b in valid),
+        packed_tokens=sum(m.tokens for m in micro_steps),
+        trained_by_version={str(version): versions[version] for version in sorted(versions)},
+        oldest_version=min(versions, default=None),
+        newest_version=max(versions, default=None),
+        active_s=sum(record.active_s for record in records),
+        held_s=sum(record.held_s for record in records),
+    )
+
+
+def _by_kind(parts: Iterable[Mapping[Kind, int]]) -> dict[str, int]:
+    """Sum over episodes, in the order of precedence."""
+    total = Counter[Kind]()
+    for part in parts:
+        total.update(part)
+    return {str(kind): total[kind] for kind in Kind if total[kind]}
