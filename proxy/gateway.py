@@ -151,7 +151,7 @@ class Gateway:
         near = episode.cells[parent] if parent >= 0 else ""
         room = key.context_limit - len(plan.prompt)
         most = min(key.max_new_tokens, room, request.max_tokens or room)
-        job = Job(rid, request.digest, key, plan.prompt, most, near)
+        job = Job(rid, request.digest, key, plan.prompt, most, near, seniority=len(episode.ledger.turns))
         call = Call(episode, attempt, name, request, plan, place, job, left, time.time())
         episode.running += 1
         self._running[loop.create_task(self._run(call))] = call

@@ -1,4 +1,4 @@
-"""The proxy process: ``python -m proxy.main --tokenizer FILE``. Listens on a port and on a unix socket.
+"""The proxy process: ``python -m proxy.main --policy FOLDER``. Listens on a port and on a unix socket.
 
 With ``--processes N`` it is N processes behind the same sockets. Each holds nothing that Redis does not: kill any of
 them at any moment.
@@ -19,7 +19,8 @@ from pathlib import Path
 from pydantic import ValidationError
 from redis.asyncio import Redis
 
-from infra.chat.renderer import ChatMLRenderer
+from infra.chat.families import NoRenderer, renderer_for
+from infra.chat.renderer import Renderer, TokenizerUnfit
 from infra.keys import Route
 from infra.settings import Settings
 from infra.sglang.client import EngineClient
@@ -53,15 +54,15 @@ def read_limits(text: str) -> Limits:
         raise BadLimits(f"limits: {wrong.lstrip(': ')}{known}") from fault
 
 
-def model_vocabulary(tokenizer: Path, renderer: ChatMLRenderer) -> int:
+def model_vocabulary(policy: Path, renderer: Renderer) -> int:
     """Ids that the model can sample: more than the tokenizer has where the embedding is padded."""
-    config = tokenizer.with_name("config.json")
+    config = policy / "config.json"
     size = json.loads(config.read_text()).get("vocab_size") if config.exists() else None
     return max(renderer.vocab_size, int(size or 0))
 
 
 def build_gateway(
-    redis: Redis, renderer: ChatMLRenderer, *, vocab_size: int | None = None, limits: Limits | None = None
+    redis: Redis, renderer: Renderer, *, vocab_size: int | None = None, limits: Limits | None = None
 ) -> Gateway:
     """A gateway to SGLang engines, with an id of its own. ``vocab_size``: of the model, if not the tokenizer's."""
     limits = limits or Limits()
@@ -76,8 +77,7 @@ def build_gateway(
 def arguments() -> argparse.ArgumentParser:
     """The command line. What isn't given comes from the settings (``GYRE_*``)."""
     options = argparse.ArgumentParser(prog="proxy", description=__doc__)
-    options.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json of the policy")
-    options.add_argument("--compact-tools", action="store_true", help="list tools by name only")
+    options.add_argument("--policy", type=Path, required=True, help="folder of the policy: tokenizer.json and more")
     options.add_argument("--processes", type=int, help="serve with so many processes (GYRE_PROXY_PROCESSES)")
     options.add_argument("--limits", help="JSON object, or a file with one: fields of Limits (GYRE_PROXY_LIMITS)")
     options.add_argument("--inherited", default="", help=argparse.SUPPRESS)
@@ -96,8 +96,8 @@ def main() -> None:
         options.error(str(fault))
     if processes < 1:
         options.error(f"--processes is {processes}; at least 1 is needed")
-    if not given.tokenizer.is_file():
-        options.error(f"no tokenizer: {given.tokenizer} is no file")
+    if not (given.policy / "tokenizer.json").is_file():
+        options.error(f"no policy: {given.policy / 'tokenizer.json'} is no file")
     if given.inherited:
         sockets = inherited(given.inherited)
     else:
@@ -108,8 +108,11 @@ def main() -> None:
     redis = Redis.from_url(
         settings.redis, max_connections=REDIS_CONNECTIONS, socket_connect_timeout=5, socket_keepalive=True
     )
-    renderer = ChatMLRenderer(given.tokenizer, compact_tools=given.compact_tools)
-    gateway = build_gateway(redis, renderer, vocab_size=model_vocabulary(given.tokenizer, renderer), limits=limits)
+    try:
+        renderer = renderer_for(given.policy)
+    except (NoRenderer, TokenizerUnfit) as fault:
+        options.error(str(fault))
+    gateway = build_gateway(redis, renderer, vocab_size=model_vocabulary(given.policy, renderer), limits=limits)
     make_server(create_app(gateway)).run(sockets=sockets)
 
 

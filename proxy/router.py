@@ -197,10 +197,17 @@ class Router:
         full: set[str] = set()
         if not self._waiters:
             return full
-        serving = {route.cell for route in self.routes.values() if route.open}
+        serving = {route.cell: route.version for route in self.routes.values() if route.open}
+        unserved: set[tuple[int, int]] = set()  # a whole step may wait for its version: it is looked at once
         for waiter in list(self._waiters):
-            if waiter.place > before or full >= serving:
+            if waiter.place > before or full >= serving.keys():
                 break
+            versions = (waiter.wish.min_version, waiter.wish.max_version)
+            if versions in unserved:
+                continue
+            if not any(versions[0] <= version <= versions[1] for version in serving.values()):
+                unserved.add(versions)
+                continue
             route = self._pick(waiter.wish, full)
             if route is not None:
                 self._waiters.remove(waiter)
@@ -231,7 +238,7 @@ class Router:
             if route.cell not in full and not window.room(wish.tokens):
                 window.wanted = True
                 full.add(route.cell)
-        near = self._near(wish, fit)
+        near = next((route for route in self._balanced(fit) if route.cell == wish.near), None)
         if near is not None and (near.cell not in full or now < wish.since + self._limits.near_s):
             return near if near.cell not in full else None
         fit = self._balanced([route for route in fit if route.cell not in full])
@@ -242,9 +249,6 @@ class Router:
     def _balanced(self, routes: list[keys.Route]) -> list[keys.Route]:
         least = min((self.load(route.cell) for route in routes), default=0)
         return [route for route in routes if self.load(route.cell) <= least + SLACK]
-
-    def _near(self, wish: Wish, fit: list[keys.Route]) -> keys.Route | None:
-        return next((route for route in self._balanced(fit) if route.cell == wish.near), None)
 
     def _window(self, route: keys.Route) -> Window:
         name = (route.url, route.incarnation)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import sys
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -28,6 +29,7 @@ from temporalio.service import RPCError, RPCStatusCode
 from infra.blobs import BlobStore
 from infra.settings import Settings
 from infra.temporal import TemporalUnreachable, connect
+from workers.bench.command import bench_proxy
 from workers.errors import UsageError
 from workers.leaving import leave
 from workflows import names
@@ -39,6 +41,8 @@ submit = typer.Typer(no_args_is_help=True, help="Submit a run, or a step of a ru
 app.add_typer(submit, name="submit")
 harness = typer.Typer(no_args_is_help=True, help="The harnesses that gyre runs: list, install, check.")
 app.add_typer(harness, name="harness")
+bench = typer.Typer(no_args_is_help=True, help="Measure parts of gyre against stated limits.")
+app.add_typer(bench, name="bench")
 console = Console(soft_wrap=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -364,7 +368,7 @@ async def harness_install(name: HarnessName) -> None:
 @command
 async def harness_check(
     name: HarnessName,
-    scenario: Annotated[list[str] | None, typer.Option(help="Only this scenario (may be repeated).")] = None,
+    scenario: Annotated[list[str] | None, typer.Option(help="Only this one, repeatable; `slow` takes minutes.")] = None,
     turns: Annotated[int, typer.Option(min=15, max=300, help="Turns of the scenario `loop`.")] = 16,
     as_json: Json = False,
 ) -> None:
@@ -372,7 +376,12 @@ async def harness_check(
     from workers.harness_check import as_json as reported
     from workers.harness_check import check, show_report
 
-    reports = await check(name, scenario or [], Settings().harnesses, turns)
+    told = asyncio.ensure_future(check(name, scenario or [], Settings().harnesses, turns))
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.cancel)  # nothing may be left running
+    try:
+        reports = await told
+    except asyncio.CancelledError:
+        raise typer.Exit(128 + signal.SIGTERM) from None
     if as_json:
         show([reported(report) for report in reports])
     else:
@@ -380,6 +389,11 @@ async def harness_check(
             show_report(console, report)
     if not all(report.ok for report in reports):
         raise typer.Exit(1)
+
+
+# --- benchmarks ---------------------------------------------------------------------------------------------------
+
+bench.command("proxy")(command(bench_proxy))
 
 
 # --- quickstart ---------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ the data ports of the Mooncake engine in each replica, which bind every interfac
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import uuid
@@ -70,14 +69,6 @@ def child_environment(settings: Settings) -> dict[str, str]:
     return environment
 
 
-def compact_tools(policy: Path) -> bool:
-    """Whether the policy was trained on tools listed by name only: ``gyre.json`` in its folder says so."""
-    try:
-        return bool(json.loads((policy / "gyre.json").read_text(encoding="utf-8"))["compact_tools"])
-    except FileNotFoundError:
-        return False
-
-
 def binary(name: str) -> str:
     """A program of this virtual environment."""
     return str(Path(sys.executable).parent / name)
@@ -104,10 +95,7 @@ def _valkey(settings: Settings) -> ProcessSpec:
 
 
 def _proxy(settings: Settings, after: tuple[str, ...]) -> ProcessSpec:
-    policy = settings.policy.absolute()
-    command = [sys.executable, "-m", "proxy.main", "--tokenizer", str(policy / "tokenizer.json")]
-    if compact_tools(policy):
-        command.append("--compact-tools")
+    command = [sys.executable, "-m", "proxy.main", "--policy", str(settings.policy.absolute())]
     return ProcessSpec(
         "proxy",
         lambda: command,

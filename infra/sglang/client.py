@@ -313,6 +313,7 @@ class EngineClient:
             self._session = aiohttp.ClientSession(
                 self.url,
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+                cookie_jar=aiohttp.DummyCookieJar(),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
                 headers={"Content-Type": "application/json"},
             )

@@ -354,6 +354,21 @@ async def test_a_call_waits_a_while_for_the_cell_that_has_its_prefix(cells: Cell
     assert cells.take(wish(near="")).route.cell == "cell-1", "one that knows no cell goes where there is room"
 
 
+async def test_calls_that_wait_for_another_version_hold_up_nobody(cells: Cells) -> None:
+    await cells.open("cell-0")
+    later = [cells.wait(Wish(f"later-{number}", 1, 1, "", 8000, seniority=900)) for number in range(2000)]
+    await asyncio.sleep(0)
+    began = time.perf_counter()
+    for _ in range(100):
+        cells.router.release(cells.take(wish()))
+    assert time.perf_counter() - began < 2.0
+    assert cells.router.waiting == 2000
+    for task in later:
+        task.cancel()
+    await asyncio.gather(*later, return_exceptions=True)
+    assert cells.router.waiting == 0
+
+
 async def test_engines_are_asked_seldom_and_only_while_there_is_work(cells: Cells) -> None:
     await cells.open("cell-0")
     engine = cells.engines["cell-0"]

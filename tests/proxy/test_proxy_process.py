@@ -21,7 +21,7 @@ from infra import keys
 async def test_a_proxy_process_serves_a_port_and_a_socket(
     world: World, valkey_url: str, tmp_path: Path, end: signal.Signals
 ) -> None:
-    tokenizer = write_tokenizer(tmp_path / "tokenizer.json")
+    write_tokenizer(tmp_path / "tokenizer.json")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         base = int(probe.getsockname()[1])
@@ -31,7 +31,7 @@ async def test_a_proxy_process_serves_a_port_and_a_socket(
         "GYRE_REDIS_URL": valkey_url,
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "proxy.main", "--tokenizer", str(tokenizer), "--compact-tools"]
+    command = [sys.executable, "-m", "proxy.main", "--policy", str(tmp_path)]
     process = await asyncio.create_subprocess_exec(*command, env=environment, cwd=Path(__file__).parents[2])
     path = tmp_path / "home" / "proxy" / "proxy.sock"
     try:

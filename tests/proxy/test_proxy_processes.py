@@ -52,8 +52,8 @@ async def running(world: World, valkey_url: str, folder: Path, *more: str) -> As
         "GYRE_REDIS_URL": valkey_url,
         "OMP_NUM_THREADS": "1",
     }
-    tokenizer = write_tokenizer(folder / "tokenizer.json")
-    command = [sys.executable, "-m", "proxy.main", "--tokenizer", str(tokenizer), "--compact-tools", *more]
+    write_tokenizer(folder / "tokenizer.json")
+    command = [sys.executable, "-m", "proxy.main", "--policy", str(folder), *more]
     process = await asyncio.create_subprocess_exec(*command, env=environment, cwd=ROOT)
     proxies = Running(process, port, folder / "home" / "proxy" / "proxy.sock")
     try:
@@ -116,12 +116,12 @@ async def test_children_end_with_a_parent_that_was_killed(world: World, valkey_u
 async def test_a_proxy_that_cannot_start_ends_instead_of_trying_for_ever(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     environment = os.environ | {"GYRE_HOME": str(tmp_path), "GYRE_PORT_BASE": str(free_port() - 20)}
-    command = [sys.executable, "-m", "proxy.main", "--tokenizer", str(tmp_path / "tokenizer.json")]
+    command = [sys.executable, "-m", "proxy.main", "--policy", str(tmp_path)]
     process = await asyncio.create_subprocess_exec(
         *command, "--processes", "2", env=environment, cwd=ROOT, stderr=asyncio.subprocess.PIPE
     )
     _, complaint = await asyncio.wait_for(process.communicate(), 30)
-    assert process.returncode == 1 and b"before it served" in complaint
+    assert process.returncode == 2 and b"before it served" in complaint
 
 
 @pytest.mark.parametrize(
@@ -131,13 +131,13 @@ async def test_a_proxy_that_cannot_start_ends_instead_of_trying_for_ever(tmp_pat
         ([], {"GYRE_PROXY_LIMITS": '{"hold_s": "long"}'}, "hold_s: Input should be a valid number"),
         (["--limits", "nowhere.json"], {}, "neither a JSON object nor a file"),
         (["--processes", "0"], {}, "at least 1"),
-        ([], {}, "no tokenizer"),
+        ([], {}, "no policy"),
     ],
 )
 def test_what_is_wrong_on_the_command_line_is_said_at_once(
     arguments: list[str], environment: dict[str, str], complaint: str, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-m", "proxy.main", "--tokenizer", str(tmp_path / "none.json"), *arguments]
+    command = [sys.executable, "-m", "proxy.main", "--policy", str(tmp_path / "none"), *arguments]
     ended = subprocess.run(
         command, env=os.environ | environment, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )

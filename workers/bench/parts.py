@@ -99,7 +99,7 @@ class Parts:
             "TOKENIZERS_PARALLELISM": "false",
             "OMP_NUM_THREADS": "1",
         }
-        command = [sys.executable, "-m", "proxy.main", "--tokenizer", str(self.tokenizer)]
+        command = [sys.executable, "-m", "proxy.main", "--policy", str(self.tokenizer.parent)]
         log = (self.folder / f"proxy-{port}.log").open("wb")
         self._stack.callback(log.close)
         parent = self._start([*command, "--processes", str(processes)], env=environment, stdout=log, stderr=log)
@@ -136,7 +136,8 @@ class Parts:
             return False
 
     def _start(self, command: list[str], **more: Any) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(command, **{"stdout": subprocess.DEVNULL, "stdin": subprocess.DEVNULL} | more)
+        streams: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stdin": subprocess.DEVNULL}
+        process: subprocess.Popen[bytes] = subprocess.Popen(command, **(streams | more))
         self._stack.callback(_end, process)
         return process
 

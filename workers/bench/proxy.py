@@ -1,17 +1,16 @@
 """`gyre bench proxy`: what the proxy costs, against tokenising again what it already knows, in one run.
 
-Every figure that has a limit is a ratio to something measured in the same run, a latency without the engine, or a count,
-so that it means the same on any machine. The parts are real (proxy processes, Valkey, HTTP over loopback) but the
-engine, which is scripted.
+Every figure that has a limit is a ratio to something measured in the same run, a latency without the engine, or a
+count. The parts are real (proxy processes, Valkey, HTTP over loopback) but the engine, which is scripted.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +27,17 @@ from proxy.recorder import as_bytes
 from trajectory.records import decode_chain
 from workers.bench.conversation import DIALECTS, Conversation
 from workers.bench.parts import Client, Parts, Process
-from workers.bench.texts import tokenizer_file, tool_outputs
+from workers.bench.texts import ToolOutputs, tokenizer_file
 from workers.errors import UsageError
 
+FULL_TOKENS = 700_000
+"""The size for which the limits are stated. A smaller run has what a call costs whatever its size against less history:
+its limits follow from its size, so that a reduced run still tells when something got worse."""
 CPU_RATIO = 1 / 20
 SHORT_MS, LONG_MS = 3.0, 60.0
 BYTES_PER_TOKEN, BYTES_MORE = 16, 50_000_000
 SHORT_TOKENS = 8000
+CHARACTERS_PER_TOKEN = 2.6
 PATIENCE_S = 60.0
 """How long a harness goes on asking a proxy that has died."""
 
@@ -46,7 +49,7 @@ class Plan(BaseModel):
 
     turns: int = Field(default=300, ge=10)
     """Of the long episode."""
-    tokens: int = Field(default=700_000, ge=20_000)
+    tokens: int = Field(default=FULL_TOKENS, ge=20_000)
     """To which the long episode grows."""
     episodes: int = Field(default=256, ge=2)
     """That run at once."""
@@ -58,10 +61,12 @@ class Plan(BaseModel):
     dialect: str = "openai_chat"
 
 
-SMALL = {"turns": 40, "tokens": 60_000, "episodes": 32, "episode_turns": 4, "samples": 4, "repeats": 12}
+CACHE = Path(".cache/bench")
+"""Where the benchmark's tokenizer is kept."""
+SMALL: dict[str, Any] = {"turns": 40, "tokens": 60_000, "episodes": 32, "episode_turns": 4, "samples": 4, "repeats": 12}
 
 
-async def bench_proxy(plan: Plan, cache: Path) -> dict[str, Any]:
+async def measure(plan: Plan, cache: Path) -> dict[str, Any]:
     """Run it all; the result is JSON. Raises UsageError when a part doesn't start."""
     if plan.dialect not in DIALECTS:
         raise UsageError(f"no dialect {plan.dialect!r}: there are {', '.join(DIALECTS)}")
@@ -69,7 +74,8 @@ async def bench_proxy(plan: Plan, cache: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="gyre-bench-") as folder:
         async with Parts(Path(folder), tokenizer) as parts:
             bench = Bench(plan, parts)
-            result = {"plan": plan.model_dump(), **await bench.long_episode()}
+            machine = {"cores": os.cpu_count(), "load_before": os.getloadavg()[0]}
+            result = {"plan": plan.model_dump(), "machine": machine, **await bench.long_episode()}
             result["concurrent"] = await bench.concurrent()
             result["killed"] = await bench.killed()
     result["holds"] = all(part["holds"] for part in result.values() if isinstance(part, dict) and "holds" in part)
@@ -101,23 +107,25 @@ class Bench:
         late = await asyncio.to_thread(converse, client, talk, plan.repeats, 0)
         early: list[Call] = []
         for number in range(-(-plan.repeats // 5)):
-            short = await self._conversation(f"short-{number}", SHORT_TOKENS - 1200)
+            short = await self._conversation(f"short-{number}", SHORT_TOKENS - 1000)
             early += await asyncio.to_thread(converse, client, short, 5, 0)
         client.close()
+        ratio_limit = CPU_RATIO * max(1.0, FULL_TOKENS / plan.tokens)
+        long_limit = SHORT_MS + (LONG_MS - SHORT_MS) * plan.tokens / FULL_TOKENS
         memory_limit = BYTES_PER_TOKEN * unique + BYTES_MORE
         return {
             "cpu": {
                 "proxy_s": cpu_s,
                 "tokenised_again_s": baseline["cpu_s"],
                 "ratio": cpu_s / baseline["cpu_s"],
-                "limit": CPU_RATIO,
-                "holds": cpu_s <= CPU_RATIO * baseline["cpu_s"],
+                "limit": ratio_limit,
+                "holds": cpu_s <= ratio_limit * baseline["cpu_s"],
                 "turns": plan.turns,
                 "tokens": unique,
                 "tokenised_again": baseline["how"],
             },
             "latency_short": latency(early, SHORT_MS),
-            "latency_long": latency(late, LONG_MS),
+            "latency_long": latency(late, min(LONG_MS, long_limit)),
             "memory": {
                 "growth_bytes": growth,
                 "bytes_per_token": growth / unique,
@@ -131,7 +139,7 @@ class Bench:
         """Many episodes at once on the one proxy process."""
         plan, calls = self._plan, list[Call]()
         talks = [await self._conversation(f"many-{number}") for number in range(plan.episodes)]
-        outputs = tool_outputs(3000)
+        outputs = ToolOutputs()
         errors: list[str] = []
 
         async def run(session: aiohttp.ClientSession, talk: Conversation) -> None:
@@ -144,7 +152,7 @@ class Bench:
                     return
                 calls.append(Call(talk.prompt_tokens, time.perf_counter() - began))
                 talk.take(answer)
-                talk.answer(next(outputs))
+                talk.answer(outputs.next(3000))
 
         began = time.perf_counter()
         async with _session(self._port) as session:
@@ -170,7 +178,7 @@ class Bench:
         port, processes = await self._parts.proxy(2)
         names = [f"kill-{number}" for number in range(max(4, plan.repeats))]
         talks = [await self._conversation(name) for name in names]
-        outputs = tool_outputs(1500)
+        outputs = ToolOutputs()
         done = 0
         again = 0
         half = asyncio.Event()
@@ -181,7 +189,7 @@ class Bench:
                 for _ in range(plan.episode_turns):
                     answer, tries = await _patiently(session, talk)
                     talk.take(answer)
-                    talk.answer(next(outputs))
+                    talk.answer(outputs.next(1500))
                     done += 1
                     again += tries
                     if done > len(talks) * plan.episode_turns // 3:
@@ -214,8 +222,7 @@ class Bench:
     async def _conversation(self, name: str, tokens: int = 0) -> Conversation:
         """A new episode's, with a task of about so many tokens."""
         task = f"({name}) The test suite fails since the last merge. Find out why and mend it.\n"
-        if tokens:
-            task += "\n".join(next(outputs) for outputs in [tool_outputs(int(tokens * 2.6))])
+        task += ToolOutputs().next(int(tokens * CHARACTERS_PER_TOKEN))
         return self._new(await self._parts.key(name), task)
 
 
@@ -233,23 +240,22 @@ class Call(BaseModel):
 
 
 def converse(client: Client, talk: Conversation, turns: int, tokens: int) -> list[Call]:
-    """So many turns, with tool outputs that bring the prompt to ``tokens`` tokens; of a line each when there are more."""
+    """So many turns, with tool outputs that bring the prompt to ``tokens`` tokens; of a word each when it is there."""
     calls = []
-    outputs: dict[int, Iterator[str]] = {}
-    per_token = 2.6
+    outputs = ToolOutputs()
+    per_token, written = CHARACTERS_PER_TOKEN, 0
     for turn in range(turns):
         body, messages = talk.body(), len(talk.texts)
         answer, seconds = client.post(talk.path, body, talk.headers)
         talk.take(answer)
         calls.append(Call(talk.prompt_tokens, seconds, messages))
+        if turn > 4 and written:
+            per_token = written / (talk.prompt_tokens - calls[0].prompt_tokens - turn * talk.output_tokens)
         left = max(0, tokens - talk.prompt_tokens - talk.output_tokens) / max(1, turns - turn - 1)
-        size = int(max(20, (left - talk.output_tokens) * per_token))
-        if turn + 1 < turns or not tokens:
-            bucket = max(20, size // 400 * 400)
-            text = next(outputs.setdefault(bucket, tool_outputs(bucket))) if bucket > 20 else "ok"
-            talk.answer(text)
-        else:
-            talk.answer("ok")
+        size = int((left - talk.output_tokens) * per_token)
+        text = outputs.next(size) if size > 0 and turn + 1 < turns else "ok"
+        written += len(text) + 30
+        talk.answer(text)
     return calls
 
 

@@ -102,21 +102,21 @@ class _Connection(asyncio.BufferedProtocol):
                 self._buffer = self._buffer[: self._filled] + bytearray(self._length - self._filled)
         if self._filled >= self._length:
             arrived = time.perf_counter()
-            head, request = bytes(self._buffer[:64]), self._buffer
+            head = bytes(self._buffer[:1000])
+            ends = head + bytes(self._buffer[max(0, self._length - 600) : self._length])
             self._buffer = bytearray(1 << 16)
             self._filled, self._length = 0, -1
-            self._answer(head, request, arrived)
+            self._answer(head, ends, arrived)
 
-    def _answer(self, head: bytes, request: bytearray, arrived: float) -> None:
+    def _answer(self, head: bytes, ends: bytes, arrived: float) -> None:
+        """``ends``: the head and the first and last fields of the body; between them are the ids."""
         if head.startswith(b"GET /spent"):
             spent, self._engine.spent = self._engine.spent, {}
             self._send(json.dumps(spent).encode())
         elif head.startswith(b"POST /generate"):
-            start = request.find(b"\r\n\r\n")
-            asked = bytes(request[start : start + 200]) + bytes(request[-600:])
-            rid = _RID.search(asked)
+            rid = _RID.search(ends)
             body = self._engine.next()
-            if _STREAMED.search(asked):
+            if _STREAMED.search(ends):
                 body = b"data: " + body + b"\n\ndata: [DONE]\n\n"
             name = rid[1].decode().removesuffix("$") if rid else ""
             asyncio.get_running_loop().call_later(self._engine.delay_s, self._spend, name, body, arrived)

@@ -51,7 +51,7 @@ def tokenizer_file(folder: Path) -> Path:
         size += len(text)
         if size > TRAINED_ON_BYTES:
             break
-    trainer = trainers.BpeTrainer(
+    trainer = trainers.BpeTrainer(  # type: ignore[no-untyped-call]
         vocab_size=VOCABULARY - len(SPECIAL) - len(MARKS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -66,25 +66,29 @@ def tokenizer_file(folder: Path) -> Path:
     return path
 
 
-def tool_outputs(characters: int) -> Iterator[str]:
-    """Endless tool outputs of about so many characters each: files with line numbers, and between them test logs."""
-    files = cycle(sources())
-    number = 0
-    for name, text in files:
-        lines = text.splitlines()
-        begin = 0
-        while begin < len(lines):
-            shown: list[str] = []
-            size = 0
-            while begin + len(shown) < len(lines) and size < characters:
-                shown.append(f"{begin + len(shown) + 1:6}\t{lines[begin + len(shown)]}")
-                size += len(shown[-1]) + 1
-            begin += len(shown)
-            if number % 3 == 2:
-                yield _log(name, [line.split("\t", 1)[1] for line in shown], number)[:characters]
-            else:
-                yield f"$ cat -n {name}\n" + "\n".join(shown)
-            number += 1
+class ToolOutputs:
+    """Endless tool outputs, each of the size that is asked for: files with line numbers, and between them test logs."""
+
+    def __init__(self) -> None:
+        self._files = cycle(sources())
+        self._number = 0
+
+    def next(self, characters: int) -> str:
+        """The next output, of about so many characters."""
+        text = ""
+        while len(text) < characters:
+            text += self._piece(characters - len(text)) + "\n"
+        return text
+
+    def _piece(self, characters: int) -> str:
+        """Of one file, from its start; the same file comes again only after all others."""
+        name, source = next(self._files)
+        self._number += 1
+        lines = source[:characters].splitlines()
+        if self._number % 3 == 0:
+            return _log(name, lines, self._number)[:characters]
+        numbered = (f"{number + 1:6}\t{line}" for number, line in enumerate(lines))
+        return f"$ cat -n {name}\n" + "\n".join(numbered)
 
 
 def _log(name: str, lines: list[str], seed: int) -> str:
