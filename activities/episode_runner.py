@@ -115,8 +115,11 @@ class EpisodeRunner:
         return Start(name, number, as_bytes(records).decode() if records else generation_name(name, number))
 
     async def _next(self, episode: EpisodeInput, lost: Start) -> Start:
-        """What follows a lost generation: the harness's resume where it has one and its files are here, else zero."""
-        if episode.restart == "resume":
+        """What follows a lost generation: the harness's resume where it has one and its files are here, else zero.
+
+        Without a single answer a harness may not have begun its conversation, and there would be nothing to go on with.
+        """
+        if episode.restart == "resume" and await self._redis.llen(keys.calls(lost.records)):
             launch = await self._describe(episode, lost, api_key="")
             harness = harness_named(episode.harness, self._services.settings.harnesses)
             if can_resume(self.folder(episode), harness, launch.session()):

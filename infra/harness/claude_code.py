@@ -1,8 +1,8 @@
 """Claude Code: one native binary that speaks Anthropic Messages, with sub-agents, compaction and resume.
 
-It decides about compaction by the usage numbers of the answers, against ``CLAUDE_CODE_AUTO_COMPACT_WINDOW``, and
-compacts too when a prompt is refused as too long. All model names are set to one, so that every sub-agent asks for
-the policy.
+It compacts by itself when the usage of its answers comes near ``CLAUDE_CODE_AUTO_COMPACT_WINDOW`` (a turn's output and
+about 13,000 tokens are kept free), which it doesn't take below 100,000 tokens: in a smaller context it compacts when
+the gateway refuses a prompt as too long. All model names are set to one, so that every sub-agent asks for the policy.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from infra.harness.harness import RESUMED, Session
+from infra.harness.harness import RESUMED, STREAM_PATIENCE_S, Session
 from infra.harness.install import PACKAGES, require
 from infra.sandbox.spec import Bind
 
@@ -69,6 +69,8 @@ class ClaudeCode:
             "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(session.max_output),
             "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
             "API_TIMEOUT_MS": str(int(1000 * self.patience_s)),
+            # pings are no signs of life to it, and without this it gives up after 300 s
+            "CLAUDE_STREAM_IDLE_TIMEOUT_MS": str(int(1000 * STREAM_PATIENCE_S)),
             **dict.fromkeys(QUIET, "1"),
         }
 

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Final
 
-from infra.harness.harness import RESUMED, Session
+from infra.harness.harness import RESUMED, STREAM_PATIENCE_S, Session
 from infra.harness.install import PACKAGES, require
 from infra.sandbox.spec import Bind
 
@@ -48,7 +48,7 @@ wire_api = "responses"
 supports_websockets = false
 request_max_retries = 100
 stream_max_retries = 100
-stream_idle_timeout_ms = {patience_ms}
+stream_idle_timeout_ms = {stream_ms}
 
 [projects."/workspace"]
 trust_level = "trusted"
@@ -87,7 +87,7 @@ class Codex:
             key=KEY,
             context_limit=session.context_limit,
             room=session.room,
-            patience_ms=int(1000 * self.patience_s),
+            stream_ms=int(1000 * STREAM_PATIENCE_S),
         )
         return {".codex/config.toml": settings}
 

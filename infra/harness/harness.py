@@ -54,6 +54,10 @@ class Session:
         return max(1, self.context_limit - self.max_output)
 
 
+STREAM_PATIENCE_S: Final = 24 * 3600.0
+"""Seconds for which a harness that can be told so waits for a stream that does nothing but ping: several don't count
+pings as signs of life. Longer than the gateway holds any call."""
+
 SIDE_MODEL: Final = "gyre-side"
 """Name under which a harness asks for titles and the like, where it can be told to."""
 

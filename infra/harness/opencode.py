@@ -1,6 +1,7 @@
 """opencode: one native binary that speaks Chat Completions, with sub-agents and resume.
 
-Titles are asked for under ``gyre-side``, so that the gateway knows them for side calls.
+Titles are asked for under ``gyre-side``, so that the gateway knows them for side calls. Old tool results are not pruned
+from the conversation: that would be another one.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from infra.sandbox.spec import Bind
 
 PACKAGE = PACKAGES["opencode"]
 PROGRAM: Final = "/gyre/opencode"
+KEY: Final = "GYRE_API_KEY"
 
 
 class OpenCode:
@@ -37,11 +39,13 @@ class OpenCode:
 
     def environment(self, session: Session) -> dict[str, str]:
         return {
+            KEY: session.api_key,
             "OPENCODE_DISABLE_AUTOUPDATE": "1",
             "OPENCODE_DISABLE_MODELS_FETCH": "1",
             "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
             "OPENCODE_DISABLE_DEFAULT_PLUGINS": "1",
             "OPENCODE_DISABLE_SHARE": "1",
+            "OPENCODE_DISABLE_PRUNE": "1",
         }
 
     def files(self, session: Session) -> dict[str, str]:
@@ -58,8 +62,8 @@ class OpenCode:
                     "name": "gyre",
                     "options": {
                         "baseURL": session.openai_url,
-                        "apiKey": session.api_key,
-                        "timeout": int(1000 * self.patience_s),
+                        "apiKey": f"{{env:{KEY}}}",
+                        "timeout": False,  # of a whole answer, its stream included
                     },
                     "models": {
                         name: {"name": name, "reasoning": True, "tool_call": True, "limit": limit}

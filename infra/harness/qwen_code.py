@@ -1,4 +1,8 @@
-"""Qwen Code: a JavaScript bundle, run by the host's Node.js, that speaks Chat Completions, with resume."""
+"""Qwen Code: a JavaScript bundle, run by the host's Node.js, that speaks Chat Completions, with sub-agents, compaction
+and resume.
+
+Its memory between sessions is off: an agent of its own would fill it when the work is done, and no session follows.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +55,9 @@ class QwenCode:
 
     def files(self, session: Session) -> dict[str, str]:
         settings = {
-            "general": {"disableAutoUpdate": True, "enableAutoUpdate": False},
+            "$version": 4,  # what it would be migrated to
+            "general": {"enableAutoUpdate": False},
+            "memory": {"enableManagedAutoMemory": False, "enableManagedAutoDream": False},
             "privacy": {"usageStatisticsEnabled": False},
             "telemetry": {"enabled": False},
             "model": {

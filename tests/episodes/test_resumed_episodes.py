@@ -110,7 +110,9 @@ class Runs:
         self.task_set, self.redis, self._monkeypatch = task.folder.parent, redis, monkeypatch
         self.keys: list[str] = []
 
-    async def __call__(self, harness: ShellHarness, *, restarts: int = 1, **changes: object) -> EpisodeExit:
+    async def __call__(
+        self, harness: ShellHarness, *, restarts: int = 1, answers: int = 1, **changes: object
+    ) -> EpisodeExit:
         self._monkeypatch.setattr(episode_runner, "harness_named", lambda name, folder: harness)
         values: dict[str, object] = {
             "run": "run",
@@ -132,6 +134,8 @@ class Runs:
         await until((self.workspace / "started").exists)
         self.name = self.runner.name(episode)
         self.keys.append((await self.redis.get(keys.api_key_of(self.name))).decode())
+        for _ in range(answers):
+            await self.redis.rpush(keys.calls(self.name), b"a call's record")
         registration = (self.workspace.parent / "supervisor.json").read_text()
         os.kill(int(registration.partition('"pid": ')[2].partition(",")[0]), signal.SIGKILL)
         return await asyncio.wait_for(running, 20)
@@ -165,9 +169,15 @@ class SecondStartEnds(ShellHarness):
         return ["/bin/sh", "-c", WORKING if self.starts == 1 else "ls > seen"]
 
 
-@pytest.mark.parametrize(("resume", "restart"), [("", "resume"), (RESUMED, "fresh")], ids=["has no resume", "fresh"])
-async def test_otherwise_it_starts_from_zero_under_records_of_its_own(runs: Runs, resume: str, restart: str) -> None:
-    end = await runs(SecondStartEnds("", resume=resume), restart=restart)
+@pytest.mark.parametrize(
+    ("resume", "restart", "answers"),
+    [("", "resume", 1), (RESUMED, "fresh", 1), (RESUMED, "resume", 0)],
+    ids=["it has no resume", "fresh is wanted", "it got no answer yet"],
+)
+async def test_otherwise_it_starts_from_zero_under_records_of_its_own(
+    runs: Runs, resume: str, restart: str, answers: int
+) -> None:
+    end = await runs(SecondStartEnds("", resume=resume), restart=restart, answers=answers)
     assert (end.outcome, end.records) == (Outcome.COMPLETED, f"{runs.name}~2")
     assert "work" not in (runs.workspace / "seen").read_text().split()
 

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from workers.harness import plans
 from workers.harness.hands import Hands
 from workers.harness.policy import Step
+
+SLOW_S: Final = 370.0
+"""More than the five minutes after which common clients give up on a silent stream."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,8 @@ class Scenario:
     """Tokens at which the gateway refuses a prompt."""
     kills: bool = False
     """Kill once while a command runs and once while a call is in flight, and resume each time."""
+    hold_s: float = 0.0
+    """How long the engine holds a step that is marked so. Such a scenario runs only when it is named."""
     files: Mapping[str, str] = field(default_factory=lambda: {"out.txt": "made\n"})
     """What the workspace holds at the end."""
 
@@ -94,4 +100,5 @@ def scenarios_of(harness: str, turns: int = 16) -> dict[str, Scenario]:
                 kills=True,
             )
         )
+    found.append(Scenario("slow", lambda hands: {"main": plans.slow(hands)}, 3, {"main": {1}, **side}, hold_s=SLOW_S))
     return {scenario.name: scenario for scenario in found}

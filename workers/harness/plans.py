@@ -148,6 +148,12 @@ def killed(hands: Hands) -> list[Step]:
     ]
 
 
+def slow(hands: Hands) -> list[Step]:
+    """Three turns, the second of which takes minutes."""
+    made = hands.run("echo made > out.txt")
+    return [Step(text="{mark}", calls=(hands.run("ls"),)), Step(text="{mark}", calls=(made,), held=True), _last(hands)]
+
+
 def _last(hands: Hands) -> Step:
     finish = hands.finish()
     return Step(text="All is done. {mark}", calls=(finish,) if finish else ())

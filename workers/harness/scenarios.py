@@ -69,7 +69,13 @@ async def run_scenario(world: World, harness: Harness, scenario: Scenario) -> Re
     engine = ScriptedPolicyEngine(world.renderer, scenario.plan(hands), hands.shell)
     await world.serve(engine)
     episode = _Episode(world, harness, scenario, engine)
-    exit_, running = await (episode.with_kills() if scenario.kills else episode.plain())
+    released = asyncio.create_task(_release(engine, scenario.hold_s)) if scenario.hold_s else None
+    try:
+        exit_, running = await (episode.with_kills() if scenario.kills else episode.plain())
+    finally:
+        await episode.end()
+        if released is not None:
+            released.cancel()
     records = await episode.records()
     findings = [
         _ended(exit_, running),
@@ -92,12 +98,19 @@ async def run_scenario(world: World, harness: Harness, scenario: Scenario) -> Re
     )
 
 
+async def _release(engine: ScriptedPolicyEngine, after_s: float) -> None:
+    await engine.holding.wait()
+    await asyncio.sleep(after_s)
+    engine.release.set()
+
+
 class _Episode:
     def __init__(self, world: World, harness: Harness, scenario: Scenario, engine: ScriptedPolicyEngine) -> None:
         self._world, self._harness, self._scenario, self._engine = world, harness, scenario, engine
         self.name = f"check/{harness.name}/{scenario.name}"
         self._folder = world.folder / harness.name / scenario.name
         self._sandbox = Bubblewrap()
+        self._running: Running | None = None
 
     async def plain(self) -> tuple[Exit | None, Running]:
         running = await self._start(1)
@@ -146,18 +159,22 @@ class _Episode:
             max_output=4000,
             proxy_socket=world.socket,
             redis_url=world.redis_url,
-            budget_s=WALL_S,
-            wall_limit_s=WALL_S,
+            budget_s=WALL_S + scenario.hold_s,
+            wall_limit_s=WALL_S + scenario.hold_s,
         )
-        return await launch_or_adopt(launch, self._harness, self._sandbox)
+        self._running = await launch_or_adopt(launch, self._harness, self._sandbox)
+        return self._running
+
+    async def end(self) -> None:
+        """Whatever happens, nothing of the episode is left running: its supervisor would outlive this process."""
+        if self._running is not None:
+            await stop(self._running)
 
     async def _wait(self, running: Running) -> Exit | None:
         try:
             return await wait(running)
         except SupervisorLost:
             return None
-        finally:
-            await stop(running)
 
     async def _kill(self, running: Running, condition: Callable[[], bool]) -> None:
         """Once the condition holds; if it never does, the checks at the end say what is missing."""

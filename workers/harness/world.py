@@ -124,9 +124,21 @@ async def _serving(server: uvicorn.Server, sockets: list[socket.socket]) -> Asyn
 async def _valkey(folder: Path) -> AsyncIterator[str]:
     """A server on a unix socket of its own; yields its URL."""
     path = folder / "valkey.sock"
-    line = [str(get_binary_path()), "--port", "0", "--unixsocket", str(path), "--dir", str(folder)]
+    # it dies with this process, and not before: an interrupt at the terminal isn't for it
+    line = [
+        "setpriv",
+        "--pdeathsig",
+        "KILL",
+        str(get_binary_path()),
+        "--port",
+        "0",
+        "--unixsocket",
+        str(path),
+        "--dir",
+        str(folder),
+    ]
     line += ["--save", "", "--appendonly", "no", "--daemonize", "no"]
-    process = await asyncio.create_subprocess_exec(*line, stdout=subprocess.DEVNULL)
+    process = await asyncio.create_subprocess_exec(*line, stdout=subprocess.DEVNULL, start_new_session=True)
     url = f"unix://{path}"
     try:
         async with contextlib.aclosing(Redis.from_url(url)) as client, asyncio.timeout(START_S):
