@@ -147,6 +147,7 @@ class EpisodeRunner:
             max_calls=sampling.max_calls,
             harness=harness.name,
             patience_s=harness.patience_s,
+            early_stream=harness.early_stream,
         )
         lifetime = int(episode.budget.wall_s + KEY_SPARE_S)
         await self._redis.set(keys.key(api_key), stands_for.model_dump_json(), ex=lifetime)

@@ -54,6 +54,8 @@ class EpisodeKey(BaseModel):
     """Name of the harness, for counts."""
     patience_s: float = 600.0
     """How long the harness waits for an answer without a stream, in seconds."""
+    early_stream: bool = True
+    """A stream may be opened before its turn is there."""
 
 
 def key(api_key: str) -> str:

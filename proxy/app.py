@@ -1,7 +1,8 @@
 """The HTTP face: paths, bodies, waiting answers and streams. Everything else is behind ``Gateway.call``.
 
 A stream is opened as soon as its call is admitted, and pinged until its turn is finished; the turn is then sent
-whole. The endpoints of models are plain ASGI callables: they have to see disconnects, and they are the hot path.
+whole. For harnesses that don't survive a stream which breaks, it is opened only then. The endpoints of models are plain
+ASGI callables: they have to see disconnects, and they are the hot path.
 """
 
 from __future__ import annotations
@@ -105,7 +106,8 @@ class Model:
         attempt.waiting += 1
         gone = asyncio.get_running_loop().create_task(_disconnected(receive))
         try:
-            delivered = await (self._stream if request.stream else self._answer)(request, attempt, gone, send)
+            answer = self._stream if request.stream and attempt.early_stream else self._answer
+            delivered = await answer(request, attempt, gone, send)
         finally:
             gone.cancel()
             attempt.waiting -= 1
@@ -116,7 +118,7 @@ class Model:
             attempt.connections.discard(connection)  # it may be kept alive, but it got nothing
 
     async def _answer(self, request: ModelRequest, attempt: Attempt, gone: asyncio.Task[None], send: Send) -> bool:
-        """Wait and answer; returns whether the turn was delivered."""
+        """Wait and answer, with one message; returns whether the turn was delivered."""
         await _either(attempt.turn, gone, attempt.answer_s)
         if gone.done():
             return False
@@ -128,7 +130,12 @@ class Model:
         except GatewayError as fault:
             await _refuse(self._dialect, send, fault)
             return False
-        await _respond(send, 200, self._dialect.response(request, turn))
+        if request.stream:
+            body = self._dialect.stream_start(request, attempt.opening) + self._dialect.stream_turn(request, turn)
+            await send({"type": "http.response.start", "status": 200, "headers": _STREAM})
+            await send({"type": "http.response.body", "body": body})
+        else:
+            await _respond(send, 200, self._dialect.response(request, turn))
         return True
 
     async def _stream(self, request: ModelRequest, attempt: Attempt, gone: asyncio.Task[None], send: Send) -> bool:

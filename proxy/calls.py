@@ -52,12 +52,15 @@ class ModelRequest:
     asked: dict[str, Any]
     """Fields that were understood but not honoured (the run decides sampling) or ignored: recorded."""
     hints: Hints
+    begun: Message | None
+    """What the harness got of this request's turn before its connection broke, where it says so: the turn's rest is
+    wanted. No part of ``digest``."""
     root: bytes
     """Key of ``system`` and ``tools``."""
     keys: tuple[bytes, ...]
     """Key of each message."""
     digest: bytes
-    """Hash of the request except ``stream``, ``include_usage`` and ``hints``."""
+    """Hash of the request except ``stream``, ``include_usage``, ``hints`` and ``begun``."""
 
 
 def make_request(
@@ -71,6 +74,7 @@ def make_request(
     asked: dict[str, Any],
     include_usage: bool = False,
     hints: Hints | None = None,
+    begun: Message | None = None,
 ) -> ModelRequest:
     """A request with its keys."""
     root = root_key(system, tools)
@@ -88,6 +92,7 @@ def make_request(
         include_usage=include_usage,
         asked=asked,
         hints=hints or Hints(),
+        begun=begun,
         root=root,
         keys=keys,
         digest=digest.digest(),

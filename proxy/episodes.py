@@ -46,6 +46,8 @@ class Attempt:
     """How often it was delivered whole."""
     answer_s: float = 540.0
     """How long a request without a stream waits for the turn before it is told to ask again."""
+    early_stream: bool = True
+    """A stream may be opened before the turn is there."""
     left_at: float = 0.0
     """Monotonic time at which the last request stopped waiting."""
     node: Node | None = None

@@ -24,7 +24,7 @@ from infra.keys import EpisodeKey
 from proxy.auth import Keyring
 from proxy.calls import ModelRequest, Opening, Turn, attempt_name
 from proxy.episodes import Attempt, Connection, Episode, Episodes
-from proxy.errors import Abandoned, CallsExceeded, ContextExceeded, KeyRefused, RecordsLost, Unavailable
+from proxy.errors import Abandoned, BadRequest, CallsExceeded, ContextExceeded, KeyRefused, RecordsLost, Unavailable
 from proxy.foreign import Foreign
 from proxy.ledger import Ledger, Plan
 from proxy.limits import Limits
@@ -107,6 +107,8 @@ class Gateway:
         key = admission.key
         episode = await self._load(key.episode, admission.calls)
         attempt = episode.repeated(name, key.generation)
+        if request.begun is not None and (attempt is None or attempt.opening.turn_id != request.begun.turn_id):
+            raise BadRequest("the last message must not be from the assistant: prefill is not supported")
         if attempt is not None:
             await self._repeat(episode, name, key, attempt, connection)
             return attempt
@@ -143,7 +145,7 @@ class Gateway:
             opening = Opening(left.turn_id, left.created, left.prompt_tokens)
         rid = f"{self.router.proxy_id}.{secrets.token_hex(8)}"
         attempt = Attempt(rid, key.generation, opening, loop.create_future(), {connection})
-        attempt.answer_s = min(self.limits.answer_s, PATIENCE_SHARE * key.patience_s)
+        self._suit(attempt, key)
         attempt.turn.add_done_callback(_retrieved)
         name = attempt_name(request)
         episode.attempts.setdefault(name, []).append(attempt)
@@ -165,12 +167,17 @@ class Gateway:
             await self._orphans.sweep(episode)
         return episode
 
+    def _suit(self, attempt: Attempt, key: EpisodeKey) -> None:
+        """How the harness wants to be answered."""
+        attempt.answer_s = min(self.limits.answer_s, PATIENCE_SHARE * key.patience_s)
+        attempt.early_stream = key.early_stream
+
     async def _repeat(
         self, episode: Episode, name: bytes, key: EpisodeKey, attempt: Attempt, connection: Connection
     ) -> None:
         """A request was sent again: it joins the call that runs, or gets the turn that was recorded."""
         attempt.connections.add(connection)  # before anything is awaited: a third request is a parallel one
-        attempt.answer_s = min(self.limits.answer_s, PATIENCE_SHARE * key.patience_s)
+        self._suit(attempt, key)
         if attempt.turn.done():
             self.counts[key.harness]["replayed"] += 1
             await self._recorder.count_up(episode.name, "replayed")

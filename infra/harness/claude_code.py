@@ -32,6 +32,7 @@ class ClaudeCode:
     version = PACKAGE.version
     address_space_mb: int | None = None
     patience_s = 3600.0
+    early_stream = True
     transcript = ".claude/projects"
     disallowed_tools: tuple[str, ...] = (
         "WebSearch",

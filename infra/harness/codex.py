@@ -60,6 +60,7 @@ class Codex:
     version = PACKAGE.version
     address_space_mb: int | None = None
     patience_s = 3600.0
+    early_stream = True
     transcript = ".codex/sessions"
     disallowed_tools: tuple[str, ...] = ("web_search", "image_generation")
 

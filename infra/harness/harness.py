@@ -82,6 +82,12 @@ class Harness(Protocol):
         ...
 
     @property
+    def early_stream(self) -> bool:
+        """Whether it asks again when a stream breaks. If not, its streams are opened only when the turn is there: then
+        what breaks before is a request without an answer, which every harness sends again."""
+        ...
+
+    @property
     def transcript(self) -> str:
         """File or folder, relative to HOME, in which it keeps its conversation; empty when it keeps none."""
         ...

@@ -17,6 +17,7 @@ class Mini:
     version = ""
     address_space_mb: int | None = 64
     patience_s = READ_TIMEOUT_S
+    early_stream = True
     transcript = ""
     disallowed_tools: tuple[str, ...] = ()
 

@@ -20,6 +20,7 @@ class MiniSweAgent:
     version = PACKAGE.version
     address_space_mb: int | None = 4096
     patience_s = 600.0
+    early_stream = True
     transcript = "trajectory.json"
     disallowed_tools: tuple[str, ...] = ()
 

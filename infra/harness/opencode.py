@@ -24,6 +24,7 @@ class OpenCode:
     version = PACKAGE.version
     address_space_mb: int | None = None
     patience_s = 3600.0
+    early_stream = True
     transcript = ".local/share/opencode"
     disallowed_tools: tuple[str, ...] = ("webfetch", "websearch", "codesearch")
 

@@ -1,6 +1,9 @@
 """Qwen Code: a JavaScript bundle, run by the host's Node.js, that speaks Chat Completions, with sub-agents, compaction
 and resume.
 
+It takes a stream that breaks for the end of its work, and says that it succeeded; so its streams are opened late.
+Node.js waits 300 s for the first byte of an answer, and it asks again when there was none.
+
 Its memory between sessions is off: an agent of its own would fill it when the work is done, and no session follows.
 """
 
@@ -11,7 +14,7 @@ import subprocess
 from pathlib import Path
 from typing import Final
 
-from infra.harness.harness import RESUMED, HarnessUnavailable, Session
+from infra.harness.harness import RESUMED, STREAM_PATIENCE_S, HarnessUnavailable, Session
 from infra.harness.install import PACKAGES, require
 from infra.sandbox.spec import Bind
 
@@ -25,7 +28,8 @@ class QwenCode:
     name = "qwen-code"
     version = PACKAGE.version
     address_space_mb: int | None = None
-    patience_s = 3600.0
+    patience_s = 300.0
+    early_stream = False
     transcript = ".qwen/projects"
     disallowed_tools: tuple[str, ...] = ("web_fetch", "web_search", "cron_create", "cron_list", "cron_delete")
 
@@ -63,7 +67,7 @@ class QwenCode:
             "model": {
                 "generationConfig": {
                     "contextWindowSize": session.context_limit,
-                    "timeout": int(1000 * self.patience_s),
+                    "timeout": int(1000 * STREAM_PATIENCE_S),
                     "maxRetries": 100,
                     "samplingParams": {"max_tokens": session.max_output},
                 }

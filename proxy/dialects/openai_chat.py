@@ -145,18 +145,25 @@ def stream_start(request: ModelRequest, opening: Opening) -> bytes:
 
 
 def stream_turn(request: ModelRequest, turn: Turn) -> bytes:
-    """The whole turn, one delta to a part, and the end of the stream."""
-    head = _envelope(request, turn.opening, "chat.completion.chunk")
-    events = []
-    if turn.message.reasoning:
-        events.append(_chunk(head, {"reasoning_content": turn.message.reasoning}))
-    if turn.message.content:
-        events.append(_chunk(head, {"content": turn.message.content}))
-    for index, call in enumerate(turn.message.tool_calls):
-        events.append(_chunk(head, {"tool_calls": [{"index": index, **_call(call)}]}))
-    events.append(_chunk(head, {}, _finish(turn)))
+    """The whole turn in one event, and the end of the stream.
+
+    One event, so that a connection that breaks leaves a harness with all of the turn or with nothing of it: some take
+    the text of half a turn for the end of the work. The usage is in it and, where it was asked for, in the event of its
+    own that the dialect has for it.
+    """
+    said = turn.message
+    delta: dict[str, Any] = {}
+    if said.reasoning:
+        delta["reasoning_content"] = said.reasoning
+    if said.content:
+        delta["content"] = said.content
+    if said.tool_calls:
+        delta["tool_calls"] = [{"index": index, **_call(call)} for index, call in enumerate(said.tool_calls)]
+    head, usage = _envelope(request, turn.opening, "chat.completion.chunk"), _usage(turn)
+    choice = {"index": 0, "delta": delta, "finish_reason": _finish(turn)}
+    events = [bodies.data_event(head | {"choices": [choice], "usage": usage})]
     if request.include_usage:
-        events.append(bodies.data_event(head | {"choices": [], "usage": _usage(turn)}))
+        events.append(bodies.data_event(head | {"choices": [], "usage": usage}))
     return b"".join(events) + b"data: [DONE]\n\n"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from infra.chat.messages import ToolCall
+from infra.chat.messages import Message, ToolCall
 from proxy.calls import ModelRequest, Opening, Turn
 from proxy.dialects import bodies
 from proxy.dialects.openai_responses_request import ENCRYPTED, FIELDS, FREEFORM, NEUTRAL, parse
@@ -115,7 +115,16 @@ def _items(request: ModelRequest, turn: Turn) -> list[dict[str, Any]]:
     tools = {tool.name: tool.parameters for tool in request.tools}
     for index, call in enumerate(said.tool_calls):
         items.append(_call(call, turn_id, index, tools.get(call.name)))
-    return items
+    return items if request.begun is None else [item for item in items if not _got(request.begun, item)]
+
+
+def _got(begun: Message, item: dict[str, Any]) -> bool:
+    """Whether the harness already has an item of the turn."""
+    if item["type"] == "reasoning":
+        return bool(begun.reasoning)
+    if item["type"] == "message":
+        return bool(begun.content)
+    return any(call.id == item["call_id"] for call in begun.tool_calls)
 
 
 def _call(call: ToolCall, turn_id: str, index: int, parameters: dict[str, Any] | None) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def parse(body: bytes, headers: Mapping[bytes, bytes]) -> ModelRequest:
     if dropped:
         asked["tools"] = dropped
     bodies.writable(asked, "metadata")
-    messages = _input(data.get("input"))
+    messages, begun = _input(data.get("input"))
     system = None
     if instructions := bodies.text(data, "instructions"):
         system = Message("system", instructions)
@@ -108,6 +108,7 @@ def parse(body: bytes, headers: Mapping[bytes, bytes]) -> ModelRequest:
         stream=bodies.flag(data, "stream"),
         asked=asked,
         hints=_hints(headers, model, only_hosted=bool(dropped) and not tools),
+        begun=begun,
     )
 
 
@@ -152,9 +153,11 @@ class _Turn:
         return Message("assistant", "".join(self.texts), reasoning, tuple(self.calls), "", False, self.turn_id)
 
 
-def _input(value: Any) -> tuple[Message, ...]:
+def _input(value: Any) -> tuple[tuple[Message, ...], Message | None]:
+    """The messages, and what the harness got of a turn of ours before its connection broke: codex sends that along
+    when it asks again. Raises BadRequest for any other turn at the end."""
     if isinstance(value, str):
-        return (Message("user", value),)
+        return (Message("user", value),), None
     if not isinstance(value, list) or not value:
         raise BadRequest("Invalid type for 'input': expected a string or a non-empty array", param="input")
     read: list[Message] = []
@@ -179,9 +182,9 @@ def _input(value: Any) -> tuple[Message, ...]:
             read.append(turn.message())
             turn = None
         read += _said(kind, item, where)
-    if turn is not None:
+    if (read and read[-1].role == "assistant") or not read or (turn is not None and not turn.turn_id):
         raise BadRequest("the last item must not be from the assistant: prefill is not supported", param="input")
-    return tuple(read)
+    return tuple(read), None if turn is None else turn.message()
 
 
 def _add(turn: _Turn, kind: str, item: dict[str, Any], where: str) -> None:

@@ -118,12 +118,21 @@ def test_a_stream_is_opened_pinged_and_ended() -> None:
     rest = openai_chat.stream_turn(request, turn("Look.", "hm", [("bash", "{}")]))
     read = [data for _, data in events(start + openai_chat.PING + rest)]
     deltas = [chunk["choices"][0]["delta"] for chunk in read[:-2]]
-    assert [list(delta) for delta in deltas] == [
-        ["role", "content"], ["reasoning_content"], ["content"], ["tool_calls"], [],
-    ]  # fmt: skip
+    assert [list(delta) for delta in deltas] == [["role", "content"], ["reasoning_content", "content", "tool_calls"]]
     assert read[-3]["choices"][0]["finish_reason"] == "tool_calls"
     assert read[-2]["choices"] == [] and read[-2]["usage"]["total_tokens"] == 107 and read[-1] == "[DONE]"
     assert {chunk["id"] for chunk in read[:-1]} == {f"chatcmpl_gyre_{TURN_ID}"}
+
+
+def test_a_stream_that_breaks_leaves_all_of_the_turn_or_nothing() -> None:
+    """Half a turn's text looks to some harnesses like the end of the work."""
+    request = parse(openai_chat, body(stream=True))
+    rest = openai_chat.stream_turn(request, turn("Look.", "hm", [("bash", "{}")]))
+    for end in range(len(rest)):
+        whole_events = [event for event in rest[:end].split(b"\n\n")[:-1] if event != b"data: [DONE]"]
+        for event in whole_events:
+            choice = json.loads(event.removeprefix(b"data: "))["choices"][0]
+            assert choice["finish_reason"] == "tool_calls" and choice["delta"]["tool_calls"]
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,22 @@ def test_turns_that_follow_each_other_are_told_apart_by_their_ids() -> None:
     assert [(m.content, m.turn_id) for m in read[1:3]] == [("a", TURN_ID), ("b", OTHER)]
 
 
+def test_the_beginning_of_a_turn_that_broke_off_is_asked_for_with_the_rest() -> None:
+    """codex keeps the items that it got before a connection broke, and sends them along when it asks again."""
+    begun = [
+        {"type": "reasoning", "id": f"rs_gyre_{TURN_ID}", "summary": []}
+        | {"content": [{"type": "reasoning_text", "text": "hm"}]},
+        item("assistant", "Look.", id=f"msg_gyre_{TURN_ID}", status="completed"),
+    ]
+    first = parse(openai_responses, body(item("user", "go"), stream=True))
+    again = parse(openai_responses, body(item("user", "go"), *begun, stream=True))
+    assert again.digest == first.digest and again.begun is not None and again.begun.turn_id == TURN_ID
+    said = turn("Look.", "hm", [("exec_command", "{}")])
+    sent = [data for kind, data in events(openai_responses.stream_turn(again, said))]
+    done = [data["item"]["type"] for data in sent if data.get("type") == "response.output_item.done"]
+    assert done == ["function_call"]
+
+
 def test_reasoning_is_taken_from_its_summary_where_its_content_is_gone() -> None:
     thought = {"type": "reasoning", "id": "x", "summary": [{"type": "summary_text", "text": "hm"}], "content": None}
     read = parse(openai_responses, body(item("user", "go"), thought, call("c"), output("c", ""))).messages[1]

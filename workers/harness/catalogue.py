@@ -11,7 +11,13 @@ from typing import Final
 
 from workers.harness import plans
 from workers.harness.hands import Hands
+from workers.harness.network import Fault
 from workers.harness.policy import Step
+
+FAULTS: Final[Mapping[int, Fault]] = {3: "unanswered", 5: "halved", 8: "cut", 11: "closed", 13: "twice"}
+BREAKS: Final = ("halved", "cut")
+"""Qwen Code takes a stream that breaks for the end of its work. The gateway opens its streams only when the turn is
+there, and then sends it whole, so that the connection would have to break within that one message."""
 
 SLOW_S: Final = 370.0
 """More than the five minutes after which common clients give up on a silent stream."""
@@ -32,6 +38,8 @@ class Scenario:
     """Kill once while a command runs and once while a call is in flight, and resume each time."""
     hold_s: float = 0.0
     """How long the engine holds a step that is marked so. Such a scenario runs only when it is named."""
+    faults: Mapping[int, Fault] = field(default_factory=dict[int, Fault])
+    """What the network does to which model request."""
     files: Mapping[str, str] = field(default_factory=lambda: {"out.txt": "made\n"})
     """What the workspace holds at the end."""
 
@@ -100,5 +108,14 @@ def scenarios_of(harness: str, turns: int = 16) -> dict[str, Scenario]:
                 kills=True,
             )
         )
+    found.append(
+        Scenario(
+            "faults",
+            lambda hands: {"main": plans.faulty(hands)},
+            8,
+            {"main": {1}, **side},
+            faults={number: fault for number, fault in FAULTS.items() if harness != "qwen-code" or fault not in BREAKS},
+        )
+    )
     found.append(Scenario("slow", lambda hands: {"main": plans.slow(hands)}, 3, {"main": {1}, **side}, hold_s=SLOW_S))
     return {scenario.name: scenario for scenario in found}

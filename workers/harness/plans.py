@@ -154,6 +154,15 @@ def slow(hands: Hands) -> list[Step]:
     return [Step(text="{mark}", calls=(hands.run("ls"),)), Step(text="{mark}", calls=(made,), held=True), _last(hands)]
 
 
+def faulty(hands: Hands) -> list[Step]:
+    """Plain turns, in one of which the engine dies; the network does the rest."""
+    steps = [
+        Step(thinking=f"Part {n}.", text="{mark}", calls=(hands.run(f"echo {n} {{mark}}"),), dies=n == 2)
+        for n in range(11)
+    ]
+    return [*steps, Step(text="{mark}", calls=(hands.run("echo made > out.txt"),)), _last(hands)]
+
+
 def _last(hands: Hands) -> Step:
     finish = hands.finish()
     return Step(text="All is done. {mark}", calls=(finish,) if finish else ())

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from infra.chat.renderer import ChatMLRenderer
+from infra.sglang.errors import EngineLost
 from infra.sglang.generation import Generation, TokenIds
 from workers.harness.hands import Call
 
@@ -44,6 +45,8 @@ class Step:
     calls: tuple[Call, ...] = ()
     held: bool = False
     """The engine doesn't answer until it is released."""
+    dies: bool = False
+    """The engine is lost in the middle of it; what it had sampled is known."""
     done_by: str = ""
     """Where the prompt has this text the step is behind it, though its mark is gone: the harness dropped the turn."""
 
@@ -56,6 +59,8 @@ class Request:
     output: list[int] = field(default_factory=list)
     held: bool = False
     """It was being held when its harness was killed: nobody gets it, and its generation may no longer speak."""
+    lost: bool = False
+    """The engine died in the middle of it: the next request has its tokens in its prompt."""
 
 
 class ScriptedPolicyEngine:
@@ -70,6 +75,8 @@ class ScriptedPolicyEngine:
         self.holding = asyncio.Event()
         self.release = asyncio.Event()
         self._ends: dict[str, asyncio.Event] = {}
+        self._begun: dict[str, tuple[int, list[int]]] = {}
+        """Call -> prompt tokens and the whole turn, of calls during which the engine died."""
 
     async def generate(
         self,
@@ -85,6 +92,11 @@ class ScriptedPolicyEngine:
     ) -> Generation:
         request = Request([int(token) for token in input_ids])
         self.requests.append(request)
+        call = rid.rpartition(".")[0]
+        if call in self._begun:
+            before, turn = self._begun[call]
+            request.output = turn[len(request.prompt) - before :]
+            return _whole(request.output, version)
         step, mark = self._step(self._renderer.decode(request.prompt))
         if step.held and not self.release.is_set():
             request.held = True
@@ -92,11 +104,15 @@ class ScriptedPolicyEngine:
             if await self._aborted(rid):
                 return Generation([], [], [], "abort", 0)
         request.output = self._spell(step, mark, len(self.requests))[:max_new_tokens]
+        if step.dies:
+            self._begun[call] = len(request.prompt), request.output
+            request.output, request.lost = request.output[: len(request.output) // 2], True
+            count = len(request.output)
+            raise EngineLost("scripted death", request.output, [-0.5] * count, [version] * count)
+        if request.output[-1] in stop_token_ids:
+            return _whole(request.output, version)
         count = len(request.output)
-        finish = "stop" if request.output[-1] in stop_token_ids else "length"
-        return Generation(
-            request.output, [-0.5] * count, [version] * count, "stop" if finish == "stop" else "length", 0
-        )
+        return Generation(request.output, [-0.5] * count, [version] * count, "length", 0)
 
     async def abort(self, rid: str, deadline_s: float = 1.0) -> None:
         self._ends.setdefault(rid, asyncio.Event()).set()
@@ -154,3 +170,7 @@ class ScriptedPolicyEngine:
             body = f'\n{{"name": {json.dumps(call.name)}, "arguments": {arguments}}}\n'
             ids += [renderer.call_open, *renderer.text(body), renderer.call_close]
         return [*ids, renderer.im_end]
+
+
+def _whole(output: list[int], version: int) -> Generation:
+    return Generation(output, [-0.5] * len(output), [version] * len(output), "stop", 0)

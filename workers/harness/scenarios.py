@@ -28,6 +28,7 @@ from trajectory.records import CallRecord, decode_chain
 from workers.harness import plans
 from workers.harness.catalogue import Scenario
 from workers.harness.hands import HANDS
+from workers.harness.network import FaultyRelay
 from workers.harness.policy import ScriptedPolicyEngine
 from workers.harness.verify import Finding, counts, kinds, verify
 from workers.harness.world import World
@@ -68,10 +69,12 @@ async def run_scenario(world: World, harness: Harness, scenario: Scenario) -> Re
     hands = HANDS[harness.name]
     engine = ScriptedPolicyEngine(world.renderer, scenario.plan(hands), hands.shell)
     await world.serve(engine)
-    episode = _Episode(world, harness, scenario, engine)
+    relay = FaultyRelay(world.socket, world.folder / f"{harness.name}-{scenario.name}.net" / "n.sock", scenario.faults)
+    episode = _Episode(world, harness, scenario, engine, relay.path if scenario.faults else world.socket)
     released = asyncio.create_task(_release(engine, scenario.hold_s)) if scenario.hold_s else None
     try:
-        exit_, running = await (episode.with_kills() if scenario.kills else episode.plain())
+        async with relay.serving():
+            exit_, running = await (episode.with_kills() if scenario.kills else episode.plain())
     finally:
         await episode.end()
         if released is not None:
@@ -82,6 +85,9 @@ async def run_scenario(world: World, harness: Harness, scenario: Scenario) -> Re
         *verify(records, engine.requests, dict(scenario.kinds), scenario.turns),
         _written(running.workspace, scenario.files),
         Finding("it isn't counted as truncated", not await world.redis.exists(keys.truncated(episode.name))),
+        Finding(
+            "every fault took place", sorted(relay.done) == sorted(scenario.faults.values()), ", ".join(relay.done)
+        ),
         Finding("the policy knew every prompt", not engine.lost, "; ".join(engine.lost[:1])),
         Finding("the transcript is where the adapter says", _transcript(running, harness), harness.transcript),
     ]
@@ -105,8 +111,11 @@ async def _release(engine: ScriptedPolicyEngine, after_s: float) -> None:
 
 
 class _Episode:
-    def __init__(self, world: World, harness: Harness, scenario: Scenario, engine: ScriptedPolicyEngine) -> None:
+    def __init__(
+        self, world: World, harness: Harness, scenario: Scenario, engine: ScriptedPolicyEngine, proxy_socket: Path
+    ) -> None:
         self._world, self._harness, self._scenario, self._engine = world, harness, scenario, engine
+        self._socket = proxy_socket
         self.name = f"check/{harness.name}/{scenario.name}"
         self._folder = world.folder / harness.name / scenario.name
         self._sandbox = Bubblewrap()
@@ -144,6 +153,7 @@ class _Episode:
             max_calls=200,
             harness=self._harness.name,
             patience_s=self._harness.patience_s,
+            early_stream=self._harness.early_stream,
         )
         await world.redis.set(keys.generation_of(self.name), generation)
         await world.redis.set(keys.key(api_key), stands_for.model_dump_json())
@@ -157,7 +167,7 @@ class _Episode:
             model=MODEL,
             context_limit=scenario.told_context,
             max_output=4000,
-            proxy_socket=world.socket,
+            proxy_socket=self._socket,
             redis_url=world.redis_url,
             budget_s=WALL_S + scenario.hold_s,
             wall_limit_s=WALL_S + scenario.hold_s,

@@ -72,7 +72,7 @@ def _forks(records: Sequence[CallRecord]) -> Finding:
 def _stream(records: Sequence[CallRecord], requests: Sequence[Request]) -> Finding:
     """What the engine was given and gave is, token by token, what the records say."""
     what = "the records are the engine's stream"
-    sampled = [request for request in requests if request.output]
+    sampled = [request for request in requests if request.output and not request.lost]
     seen = Counter(tuple(request.prompt + request.output) for request in sampled if not request.held)
     held = Counter(tuple(request.prompt + request.output) for request in sampled if request.held)
     said = Counter(tuple(sequence) for sequence in sequences(records))
