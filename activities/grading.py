@@ -15,10 +15,12 @@ from temporalio.exceptions import ApplicationError
 from activities.beating import beating
 from activities.episode_runner import task_at
 from activities.services import Services
-from infra.episodes.grading import EvaluatorFailed, grade
+from infra.episodes.grading import EvaluatorFailed, evaluator_of, grade
+from infra.episodes.grading import Verdict as Graded
 from infra.episodes.workspace import WorkspaceUnusable, unpack_workspace
 from infra.sandbox.bubblewrap import Bubblewrap
-from infra.tasks.harbor import TaskInvalid
+from infra.sandbox.spec import Sandbox
+from infra.tasks.harbor import Task, TaskInvalid
 from workflows.contracts import GradeInput, Verdict
 
 
@@ -30,18 +32,27 @@ class GradingActivities:
 
     @activity.defn(name="grade_episode")
     async def grade_episode(self, episode: GradeInput) -> Verdict:
-        self._scratch.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=self._scratch) as scratch:
-            folder = Path(scratch)
-            try:
-                task = await asyncio.to_thread(task_at, episode.task_set, episode.task)
-                data = await asyncio.to_thread(self._blobs.get, episode.workspace_ref)
-                await asyncio.to_thread(unpack_workspace, data, folder / "workspace")
-                async with beating(10.0):
-                    verdict = await grade(
-                        task, folder / "workspace", folder / "logs", task.verifier.timeout_sec, self._sandbox
-                    )
-            except (EvaluatorFailed, TaskInvalid, WorkspaceUnusable) as error:
-                kind = "TaskInvalid" if isinstance(error, TaskInvalid) else "EvaluatorFailed"
-                raise ApplicationError(str(error), type=kind, non_retryable=True) from error
-        return Verdict(reward=verdict.reward, seconds=verdict.seconds)
+        try:
+            task = await asyncio.to_thread(task_at, episode.task_set, episode.task)
+        except TaskInvalid as error:
+            raise ApplicationError(str(error), type="TaskInvalid", non_retryable=True) from error
+        evaluator = await asyncio.to_thread(evaluator_of, task)
+        workspace = await asyncio.to_thread(self._blobs.get, episode.workspace_ref)
+        try:
+            async with beating(10.0):
+                verdict = await grade_preserved(task, workspace, self._scratch, self._sandbox)
+        except (EvaluatorFailed, WorkspaceUnusable) as error:
+            raise ApplicationError(str(error), evaluator, type="EvaluatorFailed", non_retryable=True) from error
+        return Verdict(reward=verdict.reward, seconds=verdict.seconds, evaluator=evaluator)
+
+
+async def grade_preserved(task: Task, workspace: bytes, scratch: Path, sandbox: Sandbox) -> Graded:
+    """The verifier's verdict on a preserved workspace, unpacked below ``scratch`` for the time being.
+
+    Raises EvaluatorFailed, and WorkspaceUnusable when the bytes are no workspace.
+    """
+    scratch.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=scratch) as name:
+        folder = Path(name)
+        await asyncio.to_thread(unpack_workspace, workspace, folder / "workspace")
+        return await grade(task, folder / "workspace", folder / "logs", task.verifier.timeout_sec, sandbox)

@@ -12,8 +12,18 @@ def latest_name(run: str) -> str:
     return f"runs/{run}/LATEST"
 
 
+def steps_name(run: str) -> str:
+    """The folder of the results of a run's steps."""
+    return f"runs/{run}/steps"
+
+
 def step_name(run: str, step: int) -> str:
-    return f"runs/{run}/steps/{step:06d}/result.json"
+    return f"{steps_name(run)}/{step:06d}/result.json"
+
+
+def verdict_name(episode: str, verdict: str) -> str:
+    """A verdict that was given after the episode was sealed; an episode may have any number, each under its own id."""
+    return f"verdicts/{episode}/{verdict}.json"
 
 
 def seal_name(episode: str) -> str:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from pydantic import BaseModel, ValidationError
 from temporalio import activity
 from temporalio.exceptions import ApplicationError
 
+from activities.gauges import expose, step_gauges
 from activities.record_names import config_name, latest_name, step_name
 from activities.services import Services
 from infra.blobs import BlobMissing
@@ -20,11 +22,12 @@ from infra.harness.registry import harness_named
 from infra.megatron.config import OptimizerConfig
 from infra.settings import Settings
 from infra.tasks.harbor import TaskInvalid, list_tasks, load_task
+from trajectory.gauges import summary
 from trajectory.loss_config import LossConfig
 from trajectory.process import TrajectoryConfig
 from workflows.configuration import RunConfig
 from workflows.contracts import RunFacts, StepResult
-from workflows.orders import CommitInput
+from workflows.orders import CommitInput, Committed
 
 
 class ConfigurationError(ValueError):
@@ -60,12 +63,17 @@ def check_config(config: RunConfig, settings: Settings) -> tuple[int, int]:
         harness_named(config.harness, settings.harnesses).check()
     except (HarnessUnavailable, KeyError) as error:
         raise ConfigurationError(f"harness: {error}") from error
-    try:
-        OptimizerConfig(**config.optimizer.model_dump())
-        LossConfig(**config.loss.model_dump())
-        TrajectoryConfig(**config.trajectory.model_dump())
-    except ValueError as error:
-        raise ConfigurationError(str(error).replace("\n", " ")) from error
+    sections: dict[str, type[BaseModel]] = {
+        "optimizer": OptimizerConfig,
+        "loss": LossConfig,
+        "trajectory": TrajectoryConfig,
+    }
+    for section, model in sections.items():
+        try:
+            model.model_validate(getattr(config, section).model_dump())
+        except ValidationError as error:
+            faults = (".".join(map(str, (section, *fault["loc"]))) + f": {fault['msg']}" for fault in error.errors())
+            raise ConfigurationError("; ".join(faults)) from error
     return counts[0], counts[1]
 
 
@@ -87,14 +95,22 @@ class RunActivities:
         return RunFacts(train_tasks=train, heldout_tasks=heldout, candidate_ref=ref)
 
     @activity.defn(name="commit_candidate")
-    async def commit_candidate(self, commit: CommitInput) -> None:
-        """The step's manifest, then LATEST. Repeating it changes nothing; LATEST never goes back."""
-        self._blobs.put_named(step_name(commit.run, commit.step), commit.result.model_dump_json(indent=1).encode())
+    async def commit_candidate(self, commit: CommitInput) -> Committed:
+        """The step's gauges and manifest, then LATEST. Repeating it changes nothing; LATEST never goes back."""
+        committed, result = Committed(), commit.result
+        if commit.gauges is not None:
+            gauges = await step_gauges(self._blobs, commit.gauges, train=result.train)
+            ref = self._blobs.put(gauges.model_dump_json(indent=1).encode())
+            committed = Committed(gauges=summary(gauges), gauges_ref=ref)
+            result = result.model_copy(update={"gauges": committed.gauges, "gauges_ref": ref})
+            expose(activity.metric_meter(), result, gauges)
+        self._blobs.put_named(step_name(commit.run, commit.step), result.model_dump_json(indent=1).encode())
         if not commit.result.train:
-            return
+            return committed
         try:
             latest = StepResult.model_validate_json(self._blobs.get_named(latest_name(commit.run)))
         except BlobMissing:
             latest = None
         if latest is None or latest.version < commit.version:
-            self._blobs.put_named(latest_name(commit.run), commit.result.model_dump_json(indent=1).encode())
+            self._blobs.put_named(latest_name(commit.run), result.model_dump_json(indent=1).encode())
+        return committed

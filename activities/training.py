@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Iterable, Mapping
 from typing import Any, TypeVar
 
+import orjson
 from temporalio import activity
 from temporalio.exceptions import ApplicationError
 
@@ -25,6 +26,7 @@ from infra.megatron.protocol import (
     TrainRequest,
 )
 from infra.transfer.manifest import TransferManifest
+from trajectory.additive import add_all
 from workflows.calls import LOST
 from workflows.orders import Candidate, FinishInput, GradientsInput, GradientSum, TrainInput, TrainResult
 
@@ -45,7 +47,11 @@ class TrainingActivities:
                     TrainRequest(run=order.run, step=order.step, version=order.version, micro_steps=order.micro_steps)
                 )
             )
-        return TrainResult(seconds=trained.seconds, stats=add_up(trained.stats.values()))
+        return TrainResult(
+            seconds=trained.seconds,
+            stats=scalars(trained.stats.values()),
+            stats_ref=self._blobs.put(orjson.dumps(trained.stats)),
+        )
 
     @activity.defn(name="offer_gradients")
     async def offer_gradients(self, order: GradientsInput) -> GradientSum:
@@ -101,16 +107,10 @@ class TrainingActivities:
             )
 
 
-def add_up(stats: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """The loss statistics of several micro-steps: names that begin with ``max_`` by maximum, the others by sum."""
-    total: dict[str, float] = {}
-    for one in stats:
-        for name, value in one.items():
-            if name.startswith("max_"):
-                total[name] = max(total.get(name, 0.0), float(value))
-            else:
-                total[name] = total.get(name, 0.0) + float(value)
-    return total
+def scalars(stats: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """The loss statistics of several micro-steps, without the histograms."""
+    total = add_all(stats)
+    return {name: float(value) for name, value in total.items() if not isinstance(value, Mapping)}
 
 
 async def _or_lost(call: Awaitable[Answer]) -> Answer:

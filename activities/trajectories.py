@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from dataclasses import dataclass
 
 import orjson
 from temporalio import activity
@@ -18,11 +19,27 @@ from activities.services import Services, as_bytes
 from infra import keys
 from trajectory.process import EpisodeInput, TrajectoryConfig, process_group
 from trajectory.records import CallRecord, RecordError, decode_chain
+from trajectory.seal import seal
 from trajectory.tree import EpisodeTree
 from workflows.contracts import EpisodeResult, GroupResult, MicroStepRef, Outcome, ProcessInput
 
 KEEP_RECORDS_S = 7 * 24 * 3600
 """Seconds for which an episode stays in Redis after it was sealed to the blob store."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """An episode with its records as they lie in Redis."""
+
+    episode: EpisodeResult
+    data: list[bytes]
+    records: list[CallRecord]
+    tree: EpisodeTree | None
+    """Built once; None when the records are broken, and ``records`` is then empty."""
+
+    @property
+    def name(self) -> str:
+        return self.episode.exit.records or self.episode.episode
 
 
 class TrajectoryActivities:
@@ -38,14 +55,12 @@ class TrajectoryActivities:
             await self._expire(group)
         return result
 
-    def _process(
-        self, group: ProcessInput, loaded: list[tuple[EpisodeResult, list[bytes], list[CallRecord]]]
-    ) -> GroupResult:
-        for episode, data, _ in loaded:
-            self._seal(episode, data, group)
+    def _process(self, group: ProcessInput, loaded: list[Loaded]) -> GroupResult:
+        for one in loaded:
+            self._seal(one, group)
         inputs = [
-            EpisodeInput(episode=episode.exit.records or episode.episode, records=records, reward=episode.reward)
-            for episode, _, records in loaded
+            EpisodeInput(episode=one.name, records=one.records, reward=one.episode.reward, tree=one.tree)
+            for one in loaded
         ]
         processed = process_group(inputs, TrajectoryConfig(**group.trajectory.model_dump()))
         stats = processed.stats
@@ -53,49 +68,62 @@ class TrajectoryActivities:
         for micro_step in processed.micro_steps if group.train else []:
             ref = self._blobs.put(micro_step.to_bytes())
             micro_steps.append(MicroStepRef(ref=ref, tokens=micro_step.tokens, targets=micro_step.targets))
-        episodes = [episode.episode for episode, _, _ in loaded]
-        details = {"group": group.group, "task": group.task, "episodes": episodes, "stats": stats.model_dump()}
-        rewards = [episode.reward for episode, _, _ in loaded if episode.reward is not None]
+        recomputed = processed.recomputed_tokens if group.train else 0
+        if recomputed:
+            activity.logger.info(
+                "group %s: %d of %d tokens are computed again, a budget of %d splits what shares them",
+                group.group,
+                recomputed,
+                stats.packed_tokens,
+                group.trajectory.token_budget,
+            )
+        episodes = [one.episode.episode for one in loaded]
+        details = {
+            "group": group.group,
+            "task": group.task,
+            "episodes": episodes,
+            "stats": stats.model_dump(),
+            "excluded": dict(Counter(one.episode.outcome.value for one in loaded if one.episode.reward is None)),
+            "normaliser": processed.normaliser,
+            "recomputed_tokens": recomputed,
+        }
+        rewards = [one.episode.reward for one in loaded if one.episode.reward is not None]
         return GroupResult(
             group=group.group,
             task=group.task,
             valid=len(rewards),
             passed=sum(reward == 1 for reward in rewards),
             reward_sum=sum(rewards),
-            outcomes=dict(Counter(episode.outcome.value for episode, _, _ in loaded)),
+            outcomes=dict(Counter(one.episode.outcome.value for one in loaded)),
             reason=stats.reason if group.train else "",
             micro_steps=micro_steps,
+            normaliser=processed.normaliser,
+            recomputed_tokens=recomputed,
             sampled_tokens=stats.sampled_tokens,
             trained_tokens=stats.trained_tokens if group.train else 0,
             oldest_version=-1 if stats.oldest_version is None else stats.oldest_version,
-            active_s=sum(episode.exit.active_s for episode, _, _ in loaded),
-            held_s=sum(episode.exit.held_s for episode, _, _ in loaded),
-            moved_calls=sum(len(record.cells) > 1 for _, _, records in loaded for record in records),
+            active_s=sum(one.episode.exit.active_s for one in loaded),
+            held_s=sum(one.episode.exit.held_s for one in loaded),
+            moved_calls=sum(len(record.cells) > 1 for one in loaded for record in one.records),
             stats_ref=self._blobs.put(orjson.dumps(details)),
         )
 
-    async def _load(self, episode: EpisodeResult) -> tuple[EpisodeResult, list[bytes], list[CallRecord]]:
+    async def _load(self, episode: EpisodeResult) -> Loaded:
         name = episode.exit.records or episode.episode
         data = [as_bytes(item) for item in await self._redis.lrange(keys.calls(name), 0, -1)]
-        try:
-            records = decode_chain(data)
-            EpisodeTree.from_records(records)  # a chain may be whole and still impossible
-        except RecordError as error:
-            broken = {"outcome": Outcome.INFRA_FAILED, "reward": None, "detail": f"call records: {error}"}
-            return episode.model_copy(update=broken), data, []
-        return episode, data, records
+        return await asyncio.to_thread(_read, episode, data)
 
-    def _seal(self, episode: EpisodeResult, data: list[bytes], group: ProcessInput) -> None:
-        seal = {
-            **episode.model_dump(mode="json"),
+    def _seal(self, one: Loaded, group: ProcessInput) -> None:
+        about = {
+            **one.episode.model_dump(mode="json"),
             "task": group.task,
             "step": group.step,
             "version": group.version,
-            "records_ref": self._blobs.put(pack_records(data)),
-            "calls": len(data),
+            "records_ref": self._blobs.put(pack_records(one.data)),
+            "tree_ref": self._blobs.put(seal(one.tree, one.records)) if one.tree else "",
+            "calls": len(one.data),
         }
-        name = seal_name(episode.exit.records or episode.episode)
-        self._blobs.put_named(name, orjson.dumps(seal, option=orjson.OPT_INDENT_2))
+        self._blobs.put_named(seal_name(one.name), orjson.dumps(about, option=orjson.OPT_INDENT_2))
 
     async def _expire(self, group: ProcessInput) -> None:
         async with self._redis.pipeline(transaction=False) as pipe:
@@ -104,6 +132,16 @@ class TrajectoryActivities:
                     for name in keys.of_episode(of):
                         pipe.expire(name, KEEP_RECORDS_S)
             await pipe.execute()
+
+
+def _read(episode: EpisodeResult, data: list[bytes]) -> Loaded:
+    """An episode with a gap in its chain, or with records that can't be, is excluded."""
+    try:
+        records = decode_chain(data)
+        return Loaded(episode, data, records, EpisodeTree.from_records(records))
+    except RecordError as error:
+        broken = {"outcome": Outcome.INFRA_FAILED, "reward": None, "detail": f"call records: {error}"}
+        return Loaded(episode.model_copy(update=broken), data, [], None)
 
 
 def pack_records(data: list[bytes]) -> bytes:

@@ -63,6 +63,10 @@ class Settings(BaseSettings):
     context_length: int = Field(default=8192, ge=64)
     """Tokens of the longest request that an engine takes."""
 
+    metrics_address: str = Field(default="", pattern=r"^(?:\S+:\d+)?$")
+    """``host:port`` on which the control worker answers /metrics in Prometheus' text format: the newest step's gauges
+    and the Temporal SDK's own; empty for none."""
+
     harness_slots: int = Field(default=48, ge=1)
     """Episodes that the harness worker of this machine runs at once."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from temporalio.client import Client
 from temporalio.contrib.pydantic import pydantic_data_converter
+from temporalio.runtime import PrometheusConfig, Runtime, TelemetryConfig
 from temporalio.service import RPCError
 
 from infra.settings import Settings
@@ -13,10 +14,21 @@ class TemporalUnreachable(RuntimeError):
     """No Temporal server answers at the configured address."""
 
 
-async def connect(settings: Settings) -> Client:
+async def connect(settings: Settings, metrics: str = "") -> Client:
+    """Raises TemporalUnreachable. ``metrics``: the address on which this process answers /metrics; ValueError when it
+    can't."""
+    runtime = None
+    if metrics:
+        try:
+            runtime = Runtime(telemetry=TelemetryConfig(metrics=PrometheusConfig(bind_address=metrics)))
+        except ValueError as error:
+            raise ValueError(f"GYRE_METRICS_ADDRESS={metrics}: {error}") from error
     try:
         return await Client.connect(
-            settings.temporal, namespace=settings.temporal_namespace, data_converter=pydantic_data_converter
+            settings.temporal,
+            namespace=settings.temporal_namespace,
+            data_converter=pydantic_data_converter,
+            runtime=runtime,
         )
     except (RPCError, RuntimeError) as error:
         raise TemporalUnreachable(

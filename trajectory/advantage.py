@@ -1,21 +1,52 @@
-"""Group-normalised advantages, over episodes and never over trajectories.
+"""Advantages of a group's episodes, over episodes and never over trajectories.
 
 Invariant: an excluded episode (reward None) has no advantage and influences no other; excluded isn't zero.
+
+To add an advantage: a function of the valid rewards with its formula in its docstring, and its name in ``ADVANTAGES``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
 import numpy as np
+import numpy.typing as npt
+
+Float64 = npt.NDArray[np.float64]
 
 STD_EPSILON: Final = 1e-6
 MIN_SPREAD: Final = 1e-4
 
 Reason = Literal["", "too_few", "no_variance", "no_tokens"]
 """Why a group gives no gradient; empty when it gives one."""
+
+
+def group(rewards: Float64) -> Float64:
+    """Â_e = (r_e − mean V) / (std V + 1e-6), population standard deviation."""
+    scaled: Float64 = (rewards - rewards.mean()) / (rewards.std() + STD_EPSILON)
+    return scaled
+
+
+def leave_one_out(rewards: Float64) -> Float64:
+    """Â_e = r_e − mean(V without e) = |V| / (|V| − 1) · (r_e − mean V) (RLOO, arXiv:2402.14740)."""
+    count = len(rewards)
+    return mean_only(rewards) * (count / (count - 1))
+
+
+def mean_only(rewards: Float64) -> Float64:
+    """Â_e = r_e − mean V (Dr. GRPO, arXiv:2503.20783)."""
+    centred: Float64 = rewards - rewards.mean()
+    return centred
+
+
+ADVANTAGES: Final[dict[str, Callable[[Float64], Float64]]] = {
+    "group": group,
+    "leave_one_out": leave_one_out,
+    "mean_only": mean_only,
+}
+"""By name: from the rewards of a group's valid episodes, two or more that aren't all equal, to their Â_e."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +58,10 @@ class GroupAdvantage:
     reason: Reason
 
 
-def group_advantage(rewards: Sequence[float | None], targets: Sequence[int]) -> GroupAdvantage:
-    """Â_e = (r_e − mean V) / (std V + 1e-6), population standard deviation, V the valid episodes of the group.
+def group_advantage(
+    rewards: Sequence[float | None], targets: Sequence[int], advantage: str = "group"
+) -> GroupAdvantage:
+    """Â_e of a group's episodes by the rule ``ADVANTAGES[advantage]`` over V, the valid episodes of the group.
 
     ``rewards`` are in [0, 1], None for an excluded episode; ``targets`` is the number of target tokens of each
     episode. No gradient: ``too_few`` (|V| < 2), ``no_variance`` (max − min < 1e-4), ``no_tokens`` (no valid episode
@@ -40,13 +73,13 @@ def group_advantage(rewards: Sequence[float | None], targets: Sequence[int]) -> 
     valid = np.array([reward for reward in rewards if reward is not None], dtype=np.float64)
     mean = float(valid.mean()) if len(valid) else None
     reason = _reason(valid, sum(n for n, reward in zip(targets, rewards, strict=True) if reward is not None))
-    if reason or mean is None:
+    if reason:
         return GroupAdvantage((None,) * len(rewards), mean, reason)
-    scale = float(valid.std()) + STD_EPSILON
-    return GroupAdvantage(tuple(None if r is None else (r - mean) / scale for r in rewards), mean, "")
+    values = iter(ADVANTAGES[advantage](valid).tolist())
+    return GroupAdvantage(tuple(None if r is None else next(values) for r in rewards), mean, "")
 
 
-def _reason(valid: np.ndarray[tuple[int], np.dtype[np.float64]], targets: int) -> Reason:
+def _reason(valid: Float64, targets: int) -> Reason:
     if len(valid) < 2:
         return "too_few"
     if valid.max() - valid.min() < MIN_SPREAD:

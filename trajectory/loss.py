@@ -1,23 +1,28 @@
-"""The sequence-level policy loss of one micro-step (GSPO, arXiv:2507.18071, per trajectory of an episode's tree).
+"""The policy losses of one micro-step: the objectives by name, and the sum that is trained.
 
 Invariant: the loss is a plain sum over trajectories with factors fixed beforehand, so neither it nor its gradient
 depends on how trajectories were cut into micro-steps; 1/N is applied once, at the update.
 
-This knows log-probs of tokens. It does not know models, layouts, or how a log-prob was computed.
+To add a loss: a function from ``Targets`` to an ``Objective`` with its formula in its docstring, its name in
+``LOSSES`` and in ``trajectory.loss_config``. This knows log-probs of tokens. It does not know models, layouts, or how
+a log-prob was computed.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from trajectory.additive import EDGES, add
 from trajectory.loss_config import LossConfig
 from trajectory.micro_step import MicroStep
 
-__all__ = ["LossBatch", "LossConfig", "LossStats", "gspo_loss"]
+__all__ = ["LOSSES", "LossBatch", "LossConfig", "LossStats", "policy_loss"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,10 +41,13 @@ class LossBatch:
     """float64[s]."""
     weight: Tensor
     """float64[s]."""
+    oldest: tuple[int, ...]
+    """Oldest weight version that sampled one of each trajectory's targets, for the statistics."""
 
     @classmethod
     def from_micro_step(cls, micro_step: MicroStep, device: torch.device | str) -> LossBatch:
         positions = np.flatnonzero(micro_step.target)
+        versions = np.where(micro_step.target, micro_step.version, np.iinfo(np.int32).max)
         lengths = np.add.reduceat(micro_step.target, micro_step.cu_seqlens[:-1], dtype=np.int64)
         return cls(
             tokens=micro_step.tokens,
@@ -48,101 +56,259 @@ class LossBatch:
             lengths=tuple(lengths.tolist()),
             advantage=torch.from_numpy(micro_step.advantage.copy()).to(device),
             weight=torch.from_numpy(micro_step.weight.copy()).to(device),
+            oldest=tuple(np.minimum.reduceat(versions, micro_step.cu_seqlens[:-1]).tolist()),
         )
+
+
+Histogram = dict[str, int]
+"""Bin of ``trajectory.additive`` -> count."""
 
 
 @dataclass(frozen=True)
 class LossStats:
-    """Of one micro-step, or of several: ``a + b`` adds counts and sums and takes the larger of the maxima."""
+    """Of one micro-step, or of several: ``a + b`` adds counts, sums and histograms, and takes the larger of the maxima.
+
+    A unit is what has one ratio: a trajectory for ``gspo`` and ``gspo_token``, else a target token.
+    """
 
     trajectories: int = 0
     targets: int = 0
+    units: int = 0
     positive: int = 0
-    """Trajectories with a positive advantage."""
+    """Units with a positive advantage."""
     negative: int = 0
-    """Trajectories with a negative advantage."""
+    """Units with a negative advantage."""
     clipped_positive: int = 0
-    """Of ``positive``: above 1 + epsilon_high, so without gradient."""
+    """Of ``positive``: ratio above 1 + epsilon_high, so without gradient (``cispo``: with the bound's)."""
     clipped_negative: int = 0
-    """Of ``negative``: below 1 − epsilon_low, so without gradient."""
+    """Of ``negative``: ratio below 1 − epsilon_low, so without gradient (``cispo``: with the bound's)."""
+    outside_positive: int = 0
+    """Of ``positive``: would be above 1 + epsilon_high if π_old were the behaviour policy."""
+    outside_negative: int = 0
+    """Of ``negative``: would be below 1 − epsilon_low if π_old were the behaviour policy."""
     truncated: int = 0
-    """Trajectories whose w_τ was cut at C."""
+    """Units whose w was cut at C."""
+    sum_delta: float = 0.0
+    """Σ over targets of (log π_θ − log π_behaviour), nats."""
     sum_abs_delta: float = 0.0
     """Σ over targets of |log π_θ − log π_behaviour|, nats."""
     max_token_delta: float = 0.0
     """Largest |log π_θ − log π_behaviour| of a target, nats."""
+    sum_abs_sequence_log_ratio: float = 0.0
+    """Σ over trajectories of |mean over T_τ of (log π_θ − log π_behaviour)|, nats per token."""
     max_sequence_log_ratio: float = 0.0
     """Largest |mean over T_τ of (log π_θ − log π_behaviour)| of a trajectory, nats per token."""
+    token_delta: Histogram = field(default_factory=dict)
+    """Of |log π_θ − log π_behaviour| over targets."""
+    sequence_log_ratio: dict[str, Histogram] = field(default_factory=dict)
+    """Of |mean over T_τ of (log π_θ − log π_behaviour)| over trajectories, by the oldest weight version that sampled
+    one of their targets (decimal)."""
 
     def __add__(self, other: LossStats) -> LossStats:
-        joined = {}
-        for field in fields(self):
-            one, two = getattr(self, field.name), getattr(other, field.name)
-            joined[field.name] = max(one, two) if field.name.startswith("max_") else one + two
-        return LossStats(**joined)
+        return LossStats(**add(vars(self), vars(other)))
 
 
-def gspo_loss(logp: Tensor, batch: LossBatch, config: LossConfig) -> tuple[Tensor, LossStats]:
+@dataclass(frozen=True, eq=False)
+class Targets:
+    """What objectives are made of: log-probs of t targets under three policies, and advantages of s trajectories."""
+
+    current: Tensor
+    """[t]: log π_θ, the only one with a gradient."""
+    old: Tensor
+    """[t]: log π_old: sg(log π_θ) or log π_behaviour, as ``LossConfig.old`` says."""
+    behaviour: Tensor
+    """[t]: log π_behaviour."""
+    lengths: tuple[int, ...]
+    """|T_τ| of the s trajectories."""
+    advantage: Tensor
+    """[s]: Â."""
+    low: float
+    """1 − ε_low."""
+    high: float
+    """1 + ε_high."""
+
+    @property
+    def mismatch(self) -> Tensor:
+        """[t]: sg(log π_θ) − log π_behaviour."""
+        return self.current.detach() - self.behaviour
+
+    def means(self, values: Tensor) -> Tensor:
+        """[s]: mean of each trajectory's run of [t] values. Run by run: the same bits whatever else is in the
+        micro-step."""
+        return torch.stack([run.mean() for run in values.split(self.lengths)])
+
+    def spread(self, values: Tensor) -> Tensor:
+        """[t]: a trajectory's value of [s] for each of its targets."""
+        repeats = torch.tensor(self.lengths, device=values.device)
+        return values.repeat_interleave(repeats, output_size=len(self.current))
+
+    def clipped(self, ratio: Tensor, advantage: Tensor) -> Tensor:
+        """min(ratio Â, clip(ratio, 1−ε_low, 1+ε_high) Â)."""
+        return torch.minimum(ratio * advantage, ratio.clamp(self.low, self.high) * advantage)
+
+
+@dataclass(frozen=True, eq=False)
+class Objective:
+    """What a loss maximises, by trajectory [s] or by target [t]."""
+
+    by_target: bool
+    value: Tensor
+    """J_τ or J_t, before the correction w."""
+    ratio: Tensor
+    """The importance ratio by trajectory [s] or target [t] that is clipped; no gradient needed."""
+    mismatch: Tensor
+    """Where there is a ratio: the log-ratio of π_θ to π_behaviour from which w is made."""
+
+
+def gspo(t: Targets) -> Objective:
+    """Group sequence policy optimisation (arXiv:2507.18071), one ratio for all that a trajectory owns.
+
+    s_τ = exp(mean over T_τ of (log π_θ − log π_old))
+    ℓ_τ = −w_τ · min(s_τ Â, clip(s_τ, 1−ε_low, 1+ε_high) Â),   w_τ = min(exp(mean over T_τ of the mismatch), C)
+    """
+    ratio = t.means(t.current - t.old).exp()
+    return Objective(False, t.clipped(ratio, t.advantage), ratio, t.means(t.mismatch))
+
+
+def gspo_token(t: Targets) -> Objective:
+    """GSPO-token (arXiv:2507.18071, §4.3): the value and gradient of ``gspo``, written by token, so that advantages
+    could differ between the tokens of a trajectory.
+
+        s_t = sg(s_τ) · π_θ(t) / sg(π_θ(t))
+        ℓ_τ = −w_τ · mean over T_τ of min(s_t Â, clip(s_t, 1−ε_low, 1+ε_high) Â),   s_τ and w_τ as for ``gspo``
+    """
+    ratio = t.means(t.current.detach() - t.old).exp()
+    by_token = t.spread(ratio) * (t.current - t.current.detach()).exp()
+    return Objective(True, t.clipped(by_token, t.spread(t.advantage)), ratio, t.means(t.mismatch))
+
+
+def grpo(t: Targets) -> Objective:
+    """GRPO (arXiv:2402.03300) without its KL term: a ratio by token.
+
+    r_t = exp(log π_θ(t) − log π_old(t))
+    ℓ_τ = −mean over T_τ of w_t · min(r_t Â, clip(r_t, 1−ε_low, 1+ε_high) Â),   w_t = min(exp(mismatch_t), C)
+    """
+    ratio = (t.current - t.old).exp()
+    return Objective(True, t.clipped(ratio, t.spread(t.advantage)), ratio, t.mismatch)
+
+
+def cispo(t: Targets) -> Objective:
+    """CISPO (arXiv:2506.13585): the importance weight is clipped and detached, so no token loses its gradient.
+
+    r_t = exp(log π_θ(t) − log π_old(t))
+    ℓ_τ = −mean over T_τ of w_t · sg(clip(r_t, 1−ε_low, 1+ε_high)) · Â · log π_θ(t),   w_t = min(exp(mismatch_t), C)
+    """
+    ratio = (t.current.detach() - t.old).exp()
+    return Objective(True, ratio.clamp(t.low, t.high) * t.spread(t.advantage) * t.current, ratio, t.mismatch)
+
+
+LOSSES: Final[dict[str, Callable[[Targets], Objective]]] = {
+    "gspo": gspo,
+    "gspo_token": gspo_token,
+    "grpo": grpo,
+    "cispo": cispo,
+}
+
+
+def policy_loss(logp: Tensor, batch: LossBatch, config: LossConfig) -> tuple[Tensor, LossStats]:
     """Σ_τ weight_τ · ℓ_τ over the micro-step's trajectories, a scalar in ``logp``'s dtype (float32 or float64).
 
     ``logp`` [n]: log π_θ(ids[i] | the tokens before i in its trajectory) at the temperature that sampled token i;
-    values where nothing is a target are ignored and get no gradient, whatever they are.
+    values where nothing is a target are ignored and get no gradient, whatever they are. ℓ_τ is that of
+    ``LOSSES[config.loss]``, where π_old and w are
 
-        s_τ = exp(mean over T_τ of (log π_θ − log π_old)),   ℓ_τ = −w_τ · min(s_τ Â, clip(s_τ, 1−ε_low, 1+ε_high) Â)
+        old = proximal:   π_old = sg(π_θ),        w = min(exp(log-ratio of sg(π_θ) to π_behaviour), C)
+        old = behaviour:  π_old = π_behaviour,    w = 1
 
     Raises ValueError when ``logp`` doesn't have one floating value per token.
     """
     if logp.shape != (batch.tokens,) or logp.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"log-probs are {logp.dtype}{list(logp.shape)}, not float32 or float64 [{batch.tokens}]")
-    current = logp[batch.positions]
-    advantage, weight = batch.advantage.to(logp.dtype), batch.weight.to(logp.dtype)
-    delta = current.detach() - batch.behaviour.to(logp.dtype)
-    log_ratio = _means(delta, batch.lengths)
-    if config.old == "proximal":
-        s = _means(current - current.detach(), batch.lengths).exp()
-        w = log_ratio.exp().clamp(max=config.truncation)
-        truncated = log_ratio.exp() > config.truncation
+    current, behaviour = logp[batch.positions], batch.behaviour.to(logp.dtype)
+    targets = Targets(
+        current=current,
+        old=current.detach() if config.old == "proximal" else behaviour,
+        behaviour=behaviour,
+        lengths=batch.lengths,
+        advantage=batch.advantage.to(logp.dtype),
+        low=1 - config.epsilon_low,
+        high=1 + config.epsilon_high,
+    )
+    objective = LOSSES[config.loss](targets)
+    correction, truncated = _correction(objective.mismatch, config)
+    if objective.by_target:
+        by_target = correction if len(correction) == len(current) else targets.spread(correction)
+        by_trajectory = targets.means(by_target * objective.value)
     else:
-        s = _means(current - batch.behaviour.to(logp.dtype), batch.lengths).exp()
-        w = torch.ones_like(log_ratio)
-        truncated = torch.zeros_like(log_ratio, dtype=torch.bool)
-    low, high = 1 - config.epsilon_low, 1 + config.epsilon_high
-    objective = torch.minimum(s * advantage, s.clamp(low, high) * advantage)
-    loss = -(weight * w * objective).sum()
-    return loss, _stats(batch, config, delta=delta, log_ratio=log_ratio, s=s.detach(), truncated=truncated)
+        by_trajectory = correction * objective.value
+    loss = -(batch.weight.to(logp.dtype) * by_trajectory).sum()
+    return loss, _stats(targets, objective, truncated, batch.oldest)
 
 
-def _means(values: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """[s]: mean of each trajectory's run of values. Run by run: the same bits whatever else is in the micro-step."""
-    return torch.stack([run.mean() for run in values.split(lengths)])
+def _correction(mismatch: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:
+    """w, and where it was cut at C."""
+    if config.old == "behaviour":
+        return torch.ones_like(mismatch), torch.zeros_like(mismatch, dtype=torch.bool)
+    w = mismatch.exp()
+    bound = torch.inf if config.truncation is None else config.truncation
+    return w.clamp(max=bound), w > bound
 
 
-def _stats(
-    batch: LossBatch, config: LossConfig, *, delta: Tensor, log_ratio: Tensor, s: Tensor, truncated: Tensor
-) -> LossStats:
-    positive, negative = batch.advantage > 0, batch.advantage < 0
-    counts = [
+def _stats(targets: Targets, objective: Objective, truncated: Tensor, oldest: tuple[int, ...]) -> LossStats:
+    mismatch, sequence = targets.mismatch, targets.means(targets.mismatch)
+    ratio, behaviour_ratio = objective.ratio.detach(), objective.mismatch.exp()
+    advantage = targets.advantage
+    if len(ratio) == len(mismatch):
+        advantage = targets.spread(advantage)
+    positive, negative = advantage > 0, advantage < 0
+    values = [
         positive.sum(),
         negative.sum(),
-        (positive & (s > 1 + config.epsilon_high)).sum(),
-        (negative & (s < 1 - config.epsilon_low)).sum(),
+        (positive & (ratio > targets.high)).sum(),
+        (negative & (ratio < targets.low)).sum(),
+        (positive & (behaviour_ratio > targets.high)).sum(),
+        (negative & (behaviour_ratio < targets.low)).sum(),
         truncated.sum(),
-        delta.abs().sum(),
-        delta.abs().max(),
-        log_ratio.abs().max(),
+        mismatch.sum(),
+        mismatch.abs().sum(),
+        mismatch.abs().max(),
+        sequence.abs().sum(),
+        sequence.abs().max(),
     ]
+    edges = torch.tensor(EDGES, dtype=torch.float64, device=mismatch.device)
+    token_bins = torch.bincount(_bins(mismatch, edges), minlength=len(edges) + 1)
     # one transfer for all: each would wait for the device
-    values = torch.stack([value.to(torch.float64) for value in counts]).tolist()
-    plus, minus, clipped_plus, clipped_minus, cut = (int(value) for value in values[:5])
+    scalars = torch.stack([value.to(torch.float64) for value in values])
+    counts, histogram, where = (
+        part.tolist()
+        for part in torch.cat([scalars, token_bins.to(torch.float64), _bins(sequence, edges).to(torch.float64)]).split(
+            [len(values), len(edges) + 1, len(sequence)]
+        )
+    )
+    by_version: dict[str, Histogram] = {}
+    for version, place in zip(oldest, where, strict=True):
+        by_version[str(version)] = add(by_version.get(str(version), {}), {str(int(place)): 1})
+    plus, minus, clipped_plus, clipped_minus, outside_plus, outside_minus, cut = (int(count) for count in counts[:7])
     return LossStats(
-        trajectories=len(batch.lengths),
-        targets=len(batch.positions),
+        trajectories=len(targets.lengths),
+        targets=len(mismatch),
+        units=len(ratio),
         positive=plus,
         negative=minus,
         clipped_positive=clipped_plus,
         clipped_negative=clipped_minus,
+        outside_positive=outside_plus,
+        outside_negative=outside_minus,
         truncated=cut,
-        sum_abs_delta=values[5],
-        max_token_delta=values[6],
-        max_sequence_log_ratio=values[7],
+        sum_delta=counts[7],
+        sum_abs_delta=counts[8],
+        max_token_delta=counts[9],
+        sum_abs_sequence_log_ratio=counts[10],
+        max_sequence_log_ratio=counts[11],
+        token_delta={str(k): int(count) for k, count in enumerate(histogram) if count},
+        sequence_log_ratio=by_version,
     )
+
+
+def _bins(values: Tensor, edges: Tensor) -> Tensor:
+    return torch.bucketize(values.abs().to(torch.float64), edges)

@@ -78,7 +78,8 @@ class MicroStep:
     advantage: Float64
     """float64[s]: Â of the trajectory's episode."""
     weight: Float64
-    """float64[s]: factor of ℓ_τ in the loss. Those of an episode sum to 1 over all micro-steps."""
+    """float64[s]: factor of ℓ_τ in the loss (``reduction``). Those of an episode have a fixed sum over all micro-steps:
+    1, or its target tokens."""
     episode_index: Int32
     """int32[s]: index of the trajectory's episode in ``episodes``."""
     episodes: tuple[str, ...]

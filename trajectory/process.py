@@ -9,36 +9,63 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Annotated, Any, Self
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from trajectory.advantage import group_advantage
+from trajectory.advantage import ADVANTAGES, group_advantage
 from trajectory.kinds import classify
 from trajectory.micro_step import MicroStep
-from trajectory.packing import Pack, pack
+from trajectory.packing import Pack, Shape, pack
 from trajectory.records import CallRecord
-from trajectory.selection import Selection, Trajectory, select
+from trajectory.reduction import REDUCTIONS
+from trajectory.selection import DRAWS, Selection, Trajectory, select
 from trajectory.stats import GroupStats, group_stats
 from trajectory.tree import EpisodeTree
 
-Reduction = Literal["episode_tokens", "episode_trajectories"]
+
+def _named(choices: Sequence[str]) -> AfterValidator:
+    def check(name: str) -> str:
+        if name not in choices:
+            raise ValueError(f"{name!r} is none of {', '.join(choices)}")
+        return name
+
+    return AfterValidator(check)
 
 
 class TrajectoryConfig(BaseModel):
+    """Raises a validation error for a name that isn't there."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    advantage: Annotated[str, _named([*ADVANTAGES])] = "group"
+    """Name in ``trajectory.advantage.ADVANTAGES``."""
+
+    reduction: Annotated[str, _named([*REDUCTIONS])] = "episode_tokens"
+    """How the losses of trajectories add up: name in ``trajectory.reduction.REDUCTIONS``."""
 
     cap: int | None = Field(default=5, ge=1)
     """Trajectories of one episode at most; None trains all."""
 
-    reduction: Reduction = "episode_tokens"
-    """How ℓ_τ of an episode's K trajectories add up to ℓ_e. ``episode_tokens``: Σ_τ (|T_τ| / E) ℓ_τ with
-    E = Σ_τ |T_τ|, so extra branches add no weight. ``episode_trajectories``: Σ_τ ℓ_τ / K."""
+    draw: Annotated[str, _named([*DRAWS])] = "seeded"
+    """Which of a kind come first under the cap: name in ``trajectory.selection.DRAWS``."""
+
+    summary_reserve: int = Field(default=0, ge=0)
+    """Places of the cap that summaries take before everything else."""
+
+    share_prefixes: bool = True
+    """Trajectories of an episode that meet in a micro-step hold their common prefix once."""
 
     token_budget: int = Field(default=8192, ge=1)
-    """Tokens of one micro-step at most; only a single longer trajectory exceeds it."""
+    """Tokens of one micro-step at most, a shared prefix counted once; only a single longer trajectory exceeds it."""
+
+    @model_validator(mode="after")
+    def _reserve_is_part_of_the_cap(self) -> Self:
+        if self.summary_reserve and (self.cap is None or self.summary_reserve > self.cap):
+            raise ValueError(f"summary_reserve: {self.summary_reserve} places are not part of a cap of {self.cap}")
+        return self
 
 
 @dataclass(frozen=True)
@@ -48,6 +75,8 @@ class EpisodeInput:
     """All calls in ``seq`` order. Those of an excluded episode are counted but not examined."""
     reward: float | None
     """In [0, 1]; None excludes the episode."""
+    tree: EpisodeTree | None = None
+    """Of ``records``; None has it built where it is needed."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +84,17 @@ class ProcessedGroup:
     micro_steps: list[MicroStep]
     """Empty exactly when ``stats.reason`` is not."""
     stats: GroupStats
+    normaliser: int
+    """The group's part of the step's N, whether the group gives a gradient or not."""
+    recomputed_tokens: int
+    """Tokens of the micro-steps that are computed again because trajectories that share them had to be split."""
 
 
 @dataclass(frozen=True)
 class _Episode:
     tree: EpisodeTree
     selection: Selection
+    shape: Shape
     weights: list[float]
 
     @property
@@ -79,64 +113,139 @@ def process_group(episodes: Sequence[EpisodeInput], config: TrajectoryConfig) ->
         if one.episode == other.episode:
             raise ValueError(f"episode {one.episode} is twice in its group")
     built = [None if e.reward is None else _build(e, config) for e in episodes]
-    outcome = group_advantage([e.reward for e in episodes], [b.targets if b else 0 for b in built])
+    targets = [b.targets if b else 0 for b in built]
+    outcome = group_advantage([e.reward for e in episodes], targets, config.advantage)
 
     micro_steps: list[MicroStep] = []
+    recomputed = 0
     if not outcome.reason:
-        lengths = [[len(t.path) for t in b.selection.trajectories] if b else [] for b in built]
-        micro_steps = [
-            _micro_step(members, built, outcome.advantages) for members in pack(lengths, config.token_budget)
-        ]
-    return ProcessedGroup(micro_steps, group_stats(episodes, built, outcome, micro_steps))
+        # an episode without trajectories, excluded or not, has no part in the packing
+        shapes = [b.shape if b else Shape.unshared(e.episode, []) for e, b in zip(episodes, built, strict=True)]
+        packing = pack(shapes, config.token_budget)
+        recomputed = packing.recomputed
+        micro_steps = [_micro_step(members, built, outcome.advantages) for members in packing.packs]
+    return ProcessedGroup(
+        micro_steps,
+        group_stats(episodes, built, outcome, micro_steps),
+        normaliser=REDUCTIONS[config.reduction].normaliser([b.targets for b in built if b]),
+        recomputed_tokens=recomputed,
+    )
 
 
 def _build(episode: EpisodeInput, config: TrajectoryConfig) -> _Episode:
-    tree = EpisodeTree.from_records(episode.records)
-    selection = select(tree, classify(episode.records), config.cap)
-    return _Episode(tree, selection, reduction_weights([t.targets for t in selection.trajectories], config.reduction))
+    tree = episode.tree or EpisodeTree.from_records(episode.records)
+    selection = select(
+        tree, classify(episode.records), config.cap, draw=config.draw, summary_reserve=config.summary_reserve
+    )
+    trajectories = selection.trajectories
+    weights = REDUCTIONS[config.reduction].weights([t.targets for t in trajectories])
+    return _Episode(tree, selection, shape_of(tree, trajectories, config.share_prefixes), weights)
 
 
-def reduction_weights(targets: Sequence[int], reduction: Reduction) -> list[float]:
-    """Factor of each ℓ_τ of an episode whose trajectories have these numbers of targets; they sum to 1."""
-    if reduction == "episode_trajectories":
-        return [1.0 / len(targets) for _ in targets]
-    total = sum(targets)
-    return [count / total for count in targets]
+def shape_of(tree: EpisodeTree, trajectories: Sequence[Trajectory], shared: bool) -> Shape:
+    """The trajectories' lengths and, if prefixes are shared, common beginnings: whole nodes of the tree, but for the
+    node in which one of two ends."""
+    lengths = [t.length for t in trajectories]
+    if not shared:
+        return Shape.unshared(tree.episode, lengths)
+    order = sorted(range(len(trajectories)), key=lambda i: (trajectories[i].nodes, lengths[i]))
+    common = []
+    for i, j in pairwise(order):
+        one, other = trajectories[i].nodes, trajectories[j].nodes
+        differ = next((k for k, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))
+        together = int(tree.depth[one[differ]]) if differ < len(one) else lengths[i]
+        common.append(min(together, lengths[i], lengths[j]))
+    return Shape(tree.episode, lengths, order, common)
 
 
 def _micro_step(members: Pack, built: Sequence[_Episode | None], advantages: Sequence[float | None]) -> MicroStep:
-    rows: list[tuple[EpisodeTree, Trajectory]] = []
-    names: dict[str, int] = {}
-    index, weight, advantage = [], [], []
-    for position, which in members:
+    """The pack's trajectories, each from where what it shares with an earlier one ends.
+
+    An owned token is on no earlier selected path, so a shared prefix has no target of the later trajectory.
+    """
+    rows: list[_Row] = []
+    names: list[str] = []
+    prefix_of: list[int] = []
+    weight: list[float] = []
+    advantage: list[float] = []
+    index: list[int] = []
+    for position in dict.fromkeys(position for position, _ in members):
         episode, a = built[position], advantages[position]
         if episode is None or a is None:
             raise ValueError(f"pack {members} contains an excluded episode")
-        rows.append((episode.tree, episode.selection.trajectories[which]))
-        index.append(names.setdefault(episode.tree.episode, len(names)))
-        weight.append(episode.weights[which])
-        advantage.append(a)
-    target = np.concatenate([t.target for _, t in rows])
-
-    def column(name: str, fill: float) -> npt.NDArray[Any]:
-        values = np.concatenate([getattr(tree, name)[t.path] for tree, t in rows])
-        values[~target] = fill
-        return values
-
+        mine = sorted(trajectory for of, trajectory in members if of == position)
+        first = len(rows)
+        for which, (of, shared) in zip(mine, episode.shape.prefixes(mine), strict=True):
+            rows.append(_Row(episode.tree, episode.selection.trajectories[which], shared))
+            prefix_of.append(first + of if of >= 0 else -1)
+            weight.append(episode.weights[which])
+            advantage.append(a)
+            index.append(len(names))
+        names.append(episode.tree.episode)
+    cu_seqlens = np.cumsum([0, *(row.trajectory.length - row.shared for row in rows)], dtype=np.int32)
+    columns = _Columns(rows, cu_seqlens.tolist())
     return MicroStep(
-        ids=np.concatenate([tree.ids[t.path] for tree, t in rows]),
-        cu_seqlens=np.cumsum([0, *(len(t.path) for _, t in rows)], dtype=np.int32),
-        prefix_of=np.full(len(rows), -1, np.int32),
-        prefix_len=np.zeros(len(rows), np.int32),
-        target=target,
-        behaviour=column("behaviour", 0.0),
-        temperature=column("temperature", 1.0),
-        version=column("version", -1),
-        call=column("call", -1),
-        offset=column("offset", -1),
+        ids=columns.everywhere("ids"),
+        cu_seqlens=cu_seqlens,
+        prefix_of=np.asarray(prefix_of, np.int32),
+        prefix_len=np.asarray([row.shared for row in rows], np.int32),
+        target=columns.of_targets("sampled", False),
+        behaviour=columns.of_targets("behaviour", 0.0),
+        temperature=columns.of_targets("temperature", 1.0),
+        version=columns.of_targets("version", -1),
+        call=columns.of_targets("call", -1),
+        offset=columns.of_targets("offset", -1),
         advantage=np.asarray(advantage, np.float64),
         weight=np.asarray(weight, np.float64),
         episode_index=np.asarray(index, np.int32),
         episodes=tuple(names),
-        kinds=tuple(str(t.leaf.kind) for _, t in rows),
+        kinds=tuple(str(row.trajectory.leaf.kind) for row in rows),
     )
+
+
+@dataclass(frozen=True)
+class _Row:
+    tree: EpisodeTree
+    trajectory: Trajectory
+    shared: int
+
+
+class _Columns:
+    """Columns of a micro-step, copied from the trees run by run."""
+
+    def __init__(self, rows: Sequence[_Row], starts: Sequence[int]) -> None:
+        self._tokens = starts[-1]
+        self._before: list[tuple[EpisodeTree, list[tuple[int, int]], int]] = []
+        """Of each row: what stands before its own part; the entries of the tree, and where they go."""
+        self._own: list[tuple[EpisodeTree, list[tuple[int, int]], int]] = []
+        for row, start in zip(rows, starts, strict=False):
+            t = row.trajectory
+            if row.shared > t.own:
+                raise ValueError(f"call {t.leaf.seq} of episode {row.tree.episode} owns tokens that it shares")
+            self._before.append((row.tree, t.spans(row.shared, t.own), start))
+            self._own.append((row.tree, t.spans(t.own, t.length), start + t.own - row.shared))
+
+    def everywhere(self, name: str) -> npt.NDArray[Any]:
+        return self._fill(np.empty(self._tokens, self._dtype(name)), name, [*self._before, *self._own])
+
+    def of_targets(self, name: str, fill: float) -> npt.NDArray[Any]:
+        """``fill`` where nothing is a target: the tree has it where nothing was sampled."""
+        column = np.empty(self._tokens, self._dtype(name))
+        for _, spans, at in self._before:
+            column[at : at + sum(end - begin for begin, end in spans)] = fill
+        return self._fill(column, name, self._own)
+
+    def _dtype(self, name: str) -> npt.DTypeLike:
+        dtype: npt.DTypeLike = getattr(self._own[0][0], name).dtype
+        return dtype
+
+    def _fill(
+        self, column: npt.NDArray[Any], name: str, parts: Sequence[tuple[EpisodeTree, list[tuple[int, int]], int]]
+    ) -> npt.NDArray[Any]:
+        for tree, spans, at in parts:
+            values = getattr(tree, name)
+            where = at
+            for begin, end in spans:
+                column[where : where + end - begin] = values[begin:end]
+                where += end - begin
+        return column

@@ -6,9 +6,10 @@ how a group is cut into micro-steps, nor the group's place in a step.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
@@ -19,6 +20,9 @@ from trajectory.micro_step import MicroStep
 from trajectory.records import CallRecord
 from trajectory.selection import Selection
 from trajectory.tree import EpisodeTree
+
+LENGTHS: Final = (0, 1, *(4**k for k in range(3, 13)))
+"""Bins of an episode's length in sampled tokens, by their least: none, fewer than 64, and then by fours."""
 
 
 class Played(Protocol):
@@ -80,6 +84,12 @@ class GroupStats(BaseModel):
     """Seconds that calls spent sampling, excluded episodes included."""
     held_s: float
     """Seconds that calls were held, excluded episodes included."""
+    malformed: dict[str, dict[str, int]] = {}
+    """By sign of the episode's advantage: ``calls``, ``malformed_calls`` (with a tool call that is none) and
+    ``malformed_spans``. ``positive``, ``negative``, ``zero`` (also every valid episode of a group without gradient)."""
+    lengths: dict[str, dict[str, int]] = {}
+    """``episodes`` and ``excluded`` by sampled tokens of an episode, whatever became of them: ``LENGTHS``, by the least
+    length of the bin (decimal)."""
 
     def left_out_share(self) -> dict[str, float]:
         """Share of the sampled tokens of each kind that the selection left out, in [0, 1]."""
@@ -117,7 +127,32 @@ def group_stats(
         newest_version=max(versions, default=None),
         active_s=sum(record.active_s for record in records),
         held_s=sum(record.held_s for record in records),
+        malformed=_malformed(episodes, outcome),
+        lengths=_lengths(episodes),
     )
+
+
+def _malformed(episodes: Sequence[Played], outcome: GroupAdvantage) -> dict[str, dict[str, int]]:
+    found: dict[str, Counter[str]] = {}
+    for episode, advantage in zip(episodes, outcome.advantages, strict=True):
+        if episode.reward is None:
+            continue
+        sign = "zero" if not advantage else "positive" if advantage > 0 else "negative"
+        counts = found.setdefault(sign, Counter())
+        counts["calls"] += len(episode.records)
+        counts["malformed_calls"] += sum(record.malformed > 0 for record in episode.records)
+        counts["malformed_spans"] += sum(record.malformed for record in episode.records)
+    return {sign: dict(counts) for sign, counts in sorted(found.items())}
+
+
+def _lengths(episodes: Sequence[Played]) -> dict[str, dict[str, int]]:
+    found: dict[int, Counter[str]] = {}
+    for episode in episodes:
+        sampled = sum(len(record.output_ids) for record in episode.records)
+        counts = found.setdefault(LENGTHS[bisect_right(LENGTHS, sampled) - 1], Counter(episodes=0, excluded=0))
+        counts["episodes"] += 1
+        counts["excluded"] += episode.reward is None
+    return {str(least): dict(found[least]) for least in sorted(found)}
 
 
 def _by_kind(parts: Iterable[Mapping[Kind, int]]) -> dict[str, int]:

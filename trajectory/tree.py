@@ -85,9 +85,8 @@ class EpisodeTree:
 
     def sampled_per_node(self) -> list[int]:
         """Sampled tokens of each of the m nodes."""
-        before = np.concatenate([[0], np.cumsum(self.sampled, dtype=np.int64)])
-        counts: list[int] = (before[self.end] - before[self.start]).tolist()
-        return counts
+        spans = zip(self.start.tolist(), self.end.tolist(), strict=True)
+        return [int(np.count_nonzero(self.sampled[start:end])) for start, end in spans]
 
 
 def _check(record: CallRecord, position: int, episode: str) -> None:

@@ -6,7 +6,6 @@ Commands are thin: they read arguments, call one function, and print. Read comma
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 import sys
 import uuid
@@ -14,24 +13,24 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec
+from typing import Annotated, ParamSpec
 
 import typer
 from pydantic import ValidationError
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
-from rich.console import Console
 from temporalio.client import Client, WorkflowUpdateFailedError
 from temporalio.common import WorkflowIDReusePolicy
 from temporalio.exceptions import WorkflowAlreadyStartedError
 from temporalio.service import RPCError, RPCStatusCode
 
-from infra.blobs import BlobStore
 from infra.settings import Settings
 from infra.temporal import TemporalUnreachable, connect
-from workers.bench.command import bench_proxy
+from workers import recorded
+from workers.bench.command import bench_proxy, bench_trajectory
 from workers.errors import UsageError
 from workers.leaving import leave
+from workers.printing import Json, RunName, console, show
 from workflows import names
 from workflows.contracts import PauseRequest, ResizeRequest, SubmitStep
 from workflows.run import Run, RunState
@@ -43,10 +42,6 @@ harness = typer.Typer(no_args_is_help=True, help="The harnesses that gyre runs: 
 app.add_typer(harness, name="harness")
 bench = typer.Typer(no_args_is_help=True, help="Measure parts of gyre against stated limits.")
 app.add_typer(bench, name="bench")
-console = Console(soft_wrap=True)
-
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-RunName = Annotated[str, typer.Argument(help="Name of the run.")]
 
 P = ParamSpec("P")
 
@@ -86,10 +81,6 @@ def command(function: Callable[P, Awaitable[None]]) -> Callable[P, None]:
 def fail(message: str) -> None:
     print(f"gyre: {message}", file=sys.stderr)
     raise typer.Exit(2)
-
-
-def show(value: Any) -> None:
-    print(json.dumps(value, indent=1, default=str))
 
 
 @asynccontextmanager
@@ -282,58 +273,11 @@ async def cancel(run: RunName) -> None:
 
 # --- what was recorded --------------------------------------------------------------------------------------------
 
-
-@app.command()
-@command
-async def episodes(
-    run: RunName,
-    step: Annotated[int | None, typer.Option(help="Only this step.")] = None,
-    outcome: Annotated[str, typer.Option(help="Only this outcome.")] = "",
-    as_json: Json = False,
-) -> None:
-    """Every episode of a run: why it ended, its reward, its calls and times."""
-    from workers.episodes import episode_line, sealed_episodes
-
-    found = sealed_episodes(BlobStore(Settings().blobs), run, step, outcome)
-    if as_json:
-        show(found)
-    else:
-        for seal in found:
-            console.print(episode_line(seal))
-
-
-@app.command("show")
-@command
-async def show_episode(
-    episode: Annotated[str, typer.Argument(help="RUN/STEP/GROUP/INDEX, as `gyre episodes` prints it.")],
-    as_json: Json = False,
-) -> None:
-    """The trajectory tree of an episode, readable."""
-    from workers.episodes import episode_json, episode_tree, load_episode
-
-    settings = Settings()
-    seal, records = load_episode(BlobStore(settings.blobs), episode)
-    if as_json:
-        show(episode_json(seal, records))
-    else:
-        console.print(episode_tree(seal, records, settings.policy))
-
-
-@app.command()
-@command
-async def replay(
-    run: RunName, step: Annotated[int, typer.Argument(help="Number of the step.")], as_json: Json = False
-) -> None:
-    """Recompute a recorded step's gradient on one cell, offline, and print the difference."""
-    from workers.replay import replay_step
-
-    result = await asyncio.to_thread(replay_step, Settings(), run, step)
-    if as_json:
-        show(result.model_dump())
-    else:
-        console.print(result.describe())
-    if not result.equal:
-        raise typer.Exit(1)
+app.command("episodes")(command(recorded.episodes))
+app.command("show")(command(recorded.show_episode))
+app.command("gauges")(command(recorded.gauges))
+app.command("regrade")(command(recorded.regrade))
+app.command("replay")(command(recorded.replay))
 
 
 # --- harnesses ----------------------------------------------------------------------------------------------------
@@ -394,6 +338,7 @@ async def harness_check(
 # --- benchmarks ---------------------------------------------------------------------------------------------------
 
 bench.command("proxy")(command(bench_proxy))
+bench.command("trajectory")(command(bench_trajectory))
 
 
 # --- quickstart ---------------------------------------------------------------------------------------------------

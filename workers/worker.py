@@ -120,7 +120,8 @@ async def serve(settings: Settings, role: str, cell: str) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     redis = Redis.from_url(settings.redis)
-    services = Services(settings, await connect(settings), redis)
+    metrics = settings.metrics_address if role == "control" else ""  # it alone knows a step's gauges
+    services = Services(settings, await connect(settings, metrics), redis)
     adopted: asyncio.Task[None] | None = None
     if role == "harness":
         from activities.adoption import adopt, find_orphans

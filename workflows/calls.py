@@ -29,6 +29,7 @@ from workflows.orders import (
     CellOrder,
     CellReport,
     CommitInput,
+    Committed,
     DrainInput,
     DrainResult,
     FinishInput,
@@ -264,12 +265,15 @@ async def finish_step(order: FinishInput) -> Candidate:
     return await _order("finish_step", order, Candidate, minutes=30, summary=summary)
 
 
-async def commit_candidate(commit: CommitInput) -> None:
-    await workflow.execute_activity(
+async def commit_candidate(commit: CommitInput) -> Committed | None:
+    """None from a worker that knows no gauges."""
+    committed: Committed | None = await workflow.execute_activity(
         "commit_candidate",
         commit,
+        result_type=Committed,
         task_queue=names.CONTROL_QUEUE,
-        start_to_close_timeout=60 * SECOND,
+        start_to_close_timeout=300 * SECOND,
         retry_policy=STEADY,
         summary=f"LATEST = version {commit.version}",
     )
+    return committed

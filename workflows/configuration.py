@@ -5,9 +5,9 @@ Every model is frozen and refuses unknown keys.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 
 class Contract(BaseModel):
@@ -48,21 +48,46 @@ class OptimizerConfig(Contract):
     """Largest norm of the gradient; 0 for no clipping."""
 
 
+def _number_or_none(value: object) -> object:
+    return None if value == "none" else value
+
+
+OrNone = BeforeValidator(_number_or_none)
+"""TOML has no null: the word "none" stands for it."""
+
+
 class TrajectoryConfig(Contract):
-    cap: int | None = 5
-    """Trajectories per episode at most; None for no cap."""
-    reduction: Literal["episode_tokens", "episode_trajectories"] = "episode_tokens"
+    """Names are those of `trajectory/`, where each has its formula; they are checked before a run starts."""
+
+    advantage: str = "group"
+    """`group`, `leave_one_out` or `mean_only` (`trajectory/advantage.py`)."""
+    reduction: str = "episode_tokens"
+    """`episode_tokens`, `episode_trajectories` or `tokens` (`trajectory/reduction.py`)."""
+    cap: Annotated[int | None, OrNone] = 5
+    """Trajectories per episode at most; "none" for no cap."""
+    draw: str = "seeded"
+    """Which of a kind come first under the cap: `seeded`, `chronological` or `longest` (`trajectory/selection.py`)."""
+    summary_reserve: int = Field(default=0, ge=0)
+    """Places of the cap that summaries take before everything else."""
+    share_prefixes: bool = True
+    """Compute what trajectories of an episode have in common once, where they meet in a micro-step."""
     token_budget: int = Field(default=16384, ge=1)
     """Tokens of a micro-step, the unit that a training cell claims."""
 
 
 class LossConfig(Contract):
-    loss: Literal["gspo"] = "gspo"
-    old: Literal["proximal", "behaviour"] = "proximal"
-    epsilon_low: float = 3e-4
-    epsilon_high: float = 4e-4
-    truncation: float = 2.0
-    """Upper bound C of the detached correction between behaviour and training policy."""
+    """Names are those of `trajectory/loss_config.py`; they are checked before a run starts."""
+
+    loss: str = "gspo"
+    """`gspo`, `gspo_token`, `grpo` or `cispo` (formulas: `trajectory/loss.py`)."""
+    old: str = "proximal"
+    """`proximal` or `behaviour`."""
+    epsilon_low: float | None = None
+    """Ratios are clipped below at 1 − epsilon_low; left out, it is the loss's own."""
+    epsilon_high: float | None = None
+    """Ratios are clipped above at 1 + epsilon_high; left out, it is the loss's own."""
+    truncation: Annotated[float | None, OrNone] = 2.0
+    """Upper bound C of the detached correction between behaviour and training policy; "none" for no bound."""
     mismatch_p99: float | None = None
     """Measured p99 of |log s| on unstale data, which ``old = "behaviour"`` needs."""
 

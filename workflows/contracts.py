@@ -126,6 +126,8 @@ class GradeInput(Contract):
 class Verdict(Contract):
     reward: float = Field(ge=0, le=1)
     seconds: float
+    evaluator: str = ""
+    """The task's name, and the digest of the tests and settings that decided: `NAME@sha256:HEX`."""
 
 
 class EpisodeResult(Contract):
@@ -135,6 +137,8 @@ class EpisodeResult(Contract):
     """None: excluded."""
     exit: EpisodeExit
     detail: str = ""
+    evaluator: str = ""
+    """As in `Verdict`; empty when none had begun."""
 
 
 class ProcessInput(Contract):
@@ -166,6 +170,10 @@ class GroupResult(Contract):
     reason: str = ""
     """Why the group gives no gradient; empty when it does."""
     micro_steps: list[MicroStepRef] = []
+    normaliser: int | None = None
+    """The group's part of N, by the run's reduction; None for its valid episodes."""
+    recomputed_tokens: int = 0
+    """Of the micro-steps' tokens, those computed again because trajectories that share them had to be split."""
     sampled_tokens: int = 0
     trained_tokens: int = 0
     oldest_version: int = -1
@@ -175,6 +183,10 @@ class GroupResult(Contract):
     """Calls that more than one cell served."""
     stats_ref: str = ""
     """Blob with the group's full statistics and its episodes' seals."""
+
+    @property
+    def in_normaliser(self) -> int:
+        return self.valid if self.normaliser is None else self.normaliser
 
 
 class StepResult(Contract):
@@ -203,7 +215,11 @@ class StepResult(Contract):
     satellites: list[str] = []
     seconds: float = 0.0
     train_stats: dict[str, float] = {}
-    """Mismatch gauges of the step: log-ratio between serving and training, and so on."""
+    """Sums and maxima of the loss's statistics over the claims that ended."""
+    gauges: dict[str, float] = {}
+    """The step's gauges in few numbers (`trajectory.gauges.MEANING`)."""
+    gauges_ref: str = ""
+    """Blob with all of them (`trajectory.gauges.Gauges`)."""
 
     @property
     def pass_rate(self) -> float:

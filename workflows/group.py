@@ -41,6 +41,13 @@ def cause_of(error: ActivityError) -> str:
     return f"{kind}: {cause}"[:300]
 
 
+def evaluator_of(error: ActivityError) -> str:
+    """Which evaluator failed, as `grade_episode` says it; empty when it didn't come to that."""
+    cause = error.cause
+    details = cause.details if isinstance(cause, ApplicationError) else ()
+    return str(details[0]) if details else ""
+
+
 def without_reward(episode: str, outcome: Outcome, detail: str) -> EpisodeResult:
     blank = EpisodeExit(outcome=outcome, calls=0, gradeable=False, active_s=0, held_s=0, wall_s=0, detail=detail)
     return EpisodeResult(episode=episode, outcome=outcome, reward=None, exit=blank, detail=detail)
@@ -127,9 +134,21 @@ class Group:
             if isinstance(error.cause, CancelledError):
                 return without_reward(name, Outcome.CANCELLED, "cancelled while it was graded")
             detail = cause_of(error)
-            return EpisodeResult(episode=name, outcome=Outcome.EVALUATOR_FAILED, reward=None, exit=ended, detail=detail)
+            return EpisodeResult(
+                episode=name,
+                outcome=Outcome.EVALUATOR_FAILED,
+                reward=None,
+                exit=ended,
+                detail=detail,
+                evaluator=evaluator_of(error),
+            )
         return EpisodeResult(
-            episode=name, outcome=ended.outcome, reward=verdict.reward, exit=ended, detail=ended.detail
+            episode=name,
+            outcome=ended.outcome,
+            reward=verdict.reward,
+            exit=ended,
+            detail=ended.detail,
+            evaluator=verdict.evaluator,
         )
 
     def _task_set(self) -> str:

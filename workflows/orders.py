@@ -127,6 +127,8 @@ class TrainInput(Contract):
 class TrainResult(Contract):
     seconds: float
     stats: dict[str, float]
+    stats_ref: str = ""
+    """Blob with the full loss statistics of every micro-step of the claim, by its reference."""
 
 
 class GradientsInput(Contract):
@@ -152,7 +154,8 @@ class FinishInput(Contract):
     step: int
     version: int
     normaliser: int
-    """N: valid episodes of the step, zero-variance groups included."""
+    """N: valid episodes of the step, or with the reduction `tokens` their target tokens; groups without gradient
+    included."""
     micro_steps: list[str]
     satellites: list[GradientSum]
     record_gradient: bool
@@ -165,12 +168,31 @@ class Candidate(Contract):
     checksum: str
 
 
+class GaugesInput(Contract):
+    """Where the statistics of a step lie."""
+
+    version: int
+    """The version that was trained or evaluated."""
+    groups: list[str]
+    """Of each group (`GroupResult.stats_ref`)."""
+    claims: list[str]
+    """Of each claim that was trained (`TrainResult.stats_ref`), in the order in which they ended: of a micro-step that
+    was trained again, the last one counts."""
+
+
 class CommitInput(Contract):
     run: str
     step: int
     version: int
     candidate_ref: str
     result: StepResult
+    gauges: GaugesInput | None = None
+
+
+class Committed(Contract):
+    gauges: dict[str, float] = {}
+    """As in `StepResult`."""
+    gauges_ref: str = ""
 
 
 class DrainInput(Contract):

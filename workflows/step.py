@@ -24,6 +24,7 @@ with workflow.unsafe.imports_passed_through():
         Candidate,
         CommitInput,
         FinishInput,
+        GaugesInput,
         GradientsInput,
         GradientSum,
         RunContext,
@@ -56,6 +57,7 @@ class Step:
         self.phase = "rollout"
         self.stats: dict[str, float] = {}
         self.maxima: dict[str, float] = {}
+        self.claim_stats: list[str] = []
         self.trained_tokens = 0
         self.trained_s = 0.0
         self.claims: set[asyncio.Task[None]] = set()
@@ -81,15 +83,22 @@ class Step:
         await self._run_groups()
         candidate = await training if training is not None else None
         result = self._result(candidate, (workflow.now() - started).total_seconds())
-        await calls.commit_candidate(
+        committed = await calls.commit_candidate(
             CommitInput(
                 run=step.run,
                 step=step.step,
                 version=result.version,
                 candidate_ref=result.candidate_ref,
                 result=result,
+                gauges=GaugesInput(
+                    version=step.version,
+                    groups=[group.stats_ref for group in self.groups if group.stats_ref],
+                    claims=self.claim_stats,
+                ),
             )
         )
+        if committed is not None:
+            result = result.model_copy(update={"gauges": committed.gauges, "gauges_ref": committed.gauges_ref})
         self._enter("closed")
         workflow.upsert_search_attributes([GYRE_REWARD.value_set(result.mean_reward)])
         closed = StepClosed(
@@ -218,6 +227,8 @@ class Step:
         self.ledger.done(ready.incarnation)
         self.trained_tokens += self.ledger.tokens(refs)
         self.trained_s += result.seconds
+        if result.stats_ref:
+            self.claim_stats.append(result.stats_ref)
         for name, value in result.stats.items():
             if name.startswith("max_"):
                 self.maxima[name] = max(self.maxima.get(name, 0.0), value)
@@ -249,7 +260,7 @@ class Step:
             run=step.run,
             step=step.step,
             version=step.version,
-            normaliser=sum(group.valid for group in self.groups),
+            normaliser=max(1, sum(group.in_normaliser for group in self.groups)),  # 1: nothing to divide
             micro_steps=list(self.ledger.micro_steps),
             satellites=sums,
             record_gradient=step.config.record_gradients,

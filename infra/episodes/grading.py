@@ -10,6 +10,7 @@ It knows the verifier's contract (Harbor's); it does not know outcomes or advant
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import math
 import os
@@ -48,6 +49,19 @@ class Verdict(BaseModel):
     """Wall time of the verifier."""
     details: dict[str, float] = {}
     """Every number of reward.json."""
+
+
+def evaluator_of(task: Task) -> str:
+    """``NAME@sha256:HEX`` of all that decides a verdict besides the workspace: the tests and their settings."""
+    digest = hashlib.sha256(json.dumps([task.verifier.model_dump(), task.environment.model_dump()]).encode())
+    for file in sorted(task.tests_folder.rglob("*")):
+        mode, name = file.lstat().st_mode, file.relative_to(task.tests_folder).as_posix()
+        if stat.S_ISLNK(mode):
+            content = os.readlink(file).encode()
+        else:
+            content = hashlib.sha256(file.read_bytes()).digest() if stat.S_ISREG(mode) else b""
+        digest.update(json.dumps([name, stat.S_IFMT(mode), mode & 0o111, content.hex()]).encode())
+    return f"{task.name}@sha256:{digest.hexdigest()}"
 
 
 async def grade(task: Task, workspace: Path, logs_dir: Path, timeout_s: float, sandbox: Sandbox) -> Verdict:

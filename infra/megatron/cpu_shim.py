@@ -8,6 +8,7 @@ on CPU is in ``infra.megatron.layers``.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable
@@ -16,7 +17,15 @@ from typing import Any, Final
 import torch
 
 FACTORIES: Final = ("arange", "empty", "full", "ones", "tensor", "zeros")
-SHIMMED: Final = ("cuda.current_device", "Tensor.type", *FACTORIES)
+SHIMMED: Final = (
+    "cuda.current_device",
+    "cuda.current_stream",
+    "cuda.stream",
+    "cuda.Stream",
+    "Tensor.cuda",
+    "Tensor.type",
+    *FACTORIES,
+)
 """What is replaced, relative to ``torch``."""
 
 _CUDA_TYPE: Final = {
@@ -42,11 +51,42 @@ def install() -> bool:
     with cpu:  # torch looks its factories up once, at the first use of a device context: let it find its own
         torch.empty(0)
     torch.cuda.current_device = lambda: cpu
+    only_stream = _NoStream()
+    torch.cuda.Stream = _NoStream
+    torch.cuda.current_stream = lambda *_: only_stream
+    torch.cuda.stream = lambda _: contextlib.nullcontext()
+    torch.Tensor.cuda = lambda tensor, *_, **__: tensor
     for name in FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name), cpu))
     torch.Tensor.type = _type_as_megatron_expects(torch.Tensor.type)
     _installed = True
     return True
+
+
+class _NoStream:
+    """In place of a stream, and of an event on it: what is asked of the CPU has happened when the call returns."""
+
+    def wait_stream(self, _: Any) -> None:
+        return None
+
+    def record_event(self) -> _NoStream:
+        return self
+
+    def synchronize(self) -> None:
+        return None
+
+
+def prepare_experts() -> None:
+    """Two slips of Megatron's layers of experts that only show without CUDA: a name that is not defined without
+    Transformer Engine, and sizes of messages that stay tensors where lists of numbers are meant."""
+    if not _installed:
+        return
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    moe_utils.te_general_gemm = None
+    token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
+        tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+    )
 
 
 def _on_cpu(factory: Callable[..., Any], cpu: torch.device) -> Callable[..., Any]:

@@ -5,12 +5,18 @@ Invariant: between ``begin`` and ``update`` the gradient buffers hold a plain *s
 order it came, or which replica computed what; the division by N happens once, in ``update``. All tensors go in and out
 by Hugging Face name, in fp32. Not safe to use from two threads. It knows nothing of which micro-steps a step has
 (``infra.megatron.service``).
+
+In a world of several ranks each has a Replica, and all ranks make the same calls in the same order: what a method takes
+and returns by name are whole tensors, the same on every rank, and methods that return them are collective. Only
+``train`` differs, between data-parallel ranks.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,10 +25,12 @@ import torch
 from torch import Tensor
 
 from infra.megatron.config import OptimizerConfig
-from infra.megatron.model import ON_CPU, build, device, target_logprobs
+from infra.megatron.layout import ON_CPU, Place
+from infra.megatron.model import build, device, target_logprobs
+from infra.megatron.pack import Runs
 from infra.megatron.shape import read_shape
-from infra.megatron.weights import add_into, check, copy_into, named_tensors, table
-from trajectory.loss import LossBatch, gspo_loss
+from infra.megatron.weights import add_into, check, copy_into, gathered_tensors, square_sum, table
+from trajectory.loss import LossBatch, policy_loss
 from trajectory.loss_config import LossConfig
 from trajectory.micro_step import MicroStep
 
@@ -34,6 +42,8 @@ from megatron.core.distributed import (  # isort: skip - after infra.megatron.mo
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig  # isort: skip
 from megatron.core.optimizer import get_megatron_optimizer  # isort: skip
 
+logger = logging.getLogger(__name__)
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -42,20 +52,39 @@ class TrainingError(RuntimeError):
 
 
 class Replica:
-    """One Megatron world of one rank. Weights are arbitrary until ``load``."""
+    """This rank's part of one Megatron world; a world of one rank is begun where there is none. Weights are arbitrary
+    until ``load``.
+
+    ``share_prefixes``: whether prefixes that trajectories of a micro-step share are computed once. With Transformer
+    Engine that is not the default: the call that it makes has not been run.
+    """
 
     def __init__(
-        self, policy_dir: Path, optimizer: OptimizerConfig | None = None, loss: LossConfig | None = None
+        self,
+        policy_dir: Path,
+        optimizer: OptimizerConfig | None = None,
+        loss: LossConfig | None = None,
+        *,
+        share_prefixes: bool = ON_CPU,
     ) -> None:
         self.shape = read_shape(policy_dir)
-        self._model = build(self.shape)
+        self._model = build(self.shape, share_prefixes=share_prefixes)
+        self._place = Place.here()
+        self._share_prefixes = share_prefixes
+        if not share_prefixes:
+            logger.warning("trajectories are trained written out: each computes the prefix that it shares with others")
         self._ddp = DistributedDataParallel(
             self._model.config,
             DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False),
             self._model,
         )
         self._parameters: dict[str, Any] = dict(self._model.named_parameters())
-        self._rows = table(self.shape, set(self._parameters))
+        self._rows = table(self.shape, set(self._parameters), self._place)
+        for row in self._rows:
+            if row.split is not None and row.is_on(self._place):
+                # Megatron marks cut parameters while it initialises them, which is not done here; unmarked ones count
+                # as copies, and gradient clipping would leave out what the other tensor-parallel ranks have
+                self._parameters[row.parameter].tensor_model_parallel = True
         self.version = -1
         """Weight version held, -1 before the first ``load``."""
         self.step: int | None = None
@@ -63,6 +92,7 @@ class Replica:
         self.loss = loss or LossConfig()
         self.optimizer = optimizer or OptimizerConfig()
         self._optimizer = self._make_optimizer()
+        self._reduced = False  # the buffers hold the sums of all ranks, no longer those of this one
 
     def configure(self, optimizer: OptimizerConfig, loss: LossConfig) -> None:
         """Set the run's optimizer and loss. Another optimizer configuration drops the optimizer's state."""
@@ -80,20 +110,19 @@ class Replica:
         Raises WeightsError, changing nothing, when names or shapes are not this policy's.
         """
         with torch.no_grad():
-            copy_into(self._rows, weights, self._parameters)
-            copy_into(self._rows, weights, self._masters())
+            copy_into(self._rows, weights, self._parameters, self._place)
+            copy_into(self._rows, weights, self._masters(), self._place)
         self.version = version
 
     def weights(self) -> dict[str, Tensor]:
         """fp32 copies by Hugging Face name; nothing that the replica does later changes them."""
-        return {name: _copy(tensor) for name, tensor in named_tensors(self._rows, self._masters())}
+        return {name: _copy(tensor) for name, tensor in gathered_tensors(self._rows, self._masters(), self._place)}
 
     def load_optimizer(self, tensors: Mapping[str, Tensor]) -> None:
         """Take what ``optimizer_tensors`` gave; empty means the state before the first update.
 
         Raises WeightsError when it is not the state of this policy and this kind of optimizer.
         """
-        state = self._optimizer.optimizer.state
         split: dict[str, dict[str, Tensor]] = {
             moment: {key.removesuffix(f".{moment}"): t for key, t in tensors.items() if key.endswith(f".{moment}")}
             for moment in MOMENTS
@@ -103,37 +132,37 @@ class Replica:
                 raise TrainingError("plain SGD has no state, but a state was given")
             for moment in MOMENTS:
                 check(self._rows, split[moment])
-        state.clear()
-        if not tensors:
-            return
-        masters = self._masters()
-        # one step tensor per parameter: torch's AdamW advances each, and a shared one would advance once per parameter
-        for master in masters.values():
-            state[master] = {moment: torch.zeros_like(master.data) for moment in MOMENTS}
-            if ON_CPU:
-                state[master]["step"] = tensors["step"].clone()
-        if not ON_CPU:
-            for group in self._optimizer.optimizer.param_groups:
-                group["step"] = int(tensors["step"].item())
-        for moment in MOMENTS:
-            copy_into(self._rows, split[moment], {name: state[master][moment] for name, master in masters.items()})
+        for inner in self._inner_optimizers():
+            inner.state.clear()
+            if not tensors:
+                continue
+            for group in inner.param_groups:
+                if not ON_CPU:
+                    group["step"] = int(tensors["step"].item())
+                for master in group["params"]:
+                    inner.state[master] = {moment: torch.zeros_like(master.data) for moment in MOMENTS}
+                    if ON_CPU:  # one each: torch's AdamW advances them, and a shared one would advance for every one
+                        inner.state[master]["step"] = tensors["step"].clone()
+        if tensors:
+            for moment in MOMENTS:
+                held = {name: state[moment] for name, state in self._states().items()}
+                copy_into(self._rows, split[moment], held, self._place)
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """fp32 copies of the optimizer's state: ``<name>.exp_avg``, ``<name>.exp_avg_sq``, ``step``.
 
         Empty before the first update, and always for SGD.
         """
-        inner, masters = self._optimizer.optimizer, self._masters()
-        states = {name: inner.state[master] for name, master in masters.items() if inner.state.get(master)}
+        states = self._states()
         if not states or self.optimizer.kind == "sgd":
             return {}
         tensors: dict[str, Tensor] = {}
         for moment in MOMENTS:
             by_parameter = {name: state[moment] for name, state in states.items()}
-            for name, tensor in named_tensors(self._rows, by_parameter):
+            for name, tensor in gathered_tensors(self._rows, by_parameter, self._place):
                 tensors[f"{name}.{moment}"] = _copy(tensor)
         any_state = next(iter(states.values()))
-        steps = any_state["step"] if "step" in any_state else inner.param_groups[0]["step"]
+        steps = any_state["step"] if "step" in any_state else self._inner_optimizers()[0].param_groups[0]["step"]
         tensors["step"] = torch.as_tensor(steps, dtype=torch.float32, device="cpu").clone()
         return tensors
 
@@ -147,14 +176,20 @@ class Replica:
         self._ddp.zero_grad_buffer()
         self._optimizer.zero_grad()
         self.step = None
+        self._reduced = False
 
     def train(self, micro_step: MicroStep) -> dict[str, Any]:
         """Forward and backward over one packed micro-step; its gradient is added to the sum. Returns the loss stats.
 
+        Ranks that are not data-parallel to each other take the same micro-step, and get the same statistics.
         Raises TrainingError when no step is open, or the loss is not finite (the sum is then unchanged). When the
         backward pass itself fails, the sum is dropped and the step left, since a part may have been added.
         """
         self._require_open()
+        if self._reduced:
+            raise TrainingError("the sums of this step's ranks are already added up")
+        if not self._share_prefixes:
+            micro_step = micro_step.unshared()
         where = device()
 
         def on_device(column: Any) -> Tensor:
@@ -163,11 +198,11 @@ class Replica:
         logprobs = target_logprobs(
             self._model,
             on_device(micro_step.ids),
-            on_device(micro_step.cu_seqlens),
+            Runs.of(micro_step),
             on_device(micro_step.target),
             on_device(micro_step.temperature),
         )
-        loss, stats = gspo_loss(logprobs, LossBatch.from_micro_step(micro_step, where), self.loss)
+        loss, stats = policy_loss(logprobs, LossBatch.from_micro_step(micro_step, where), self.loss)
         if not bool(torch.isfinite(loss)):
             raise TrainingError(f"the loss of a micro-step is {loss.item()}")
         finished = False
@@ -183,13 +218,19 @@ class Replica:
     def gradient(self) -> dict[str, Tensor]:
         """fp32 copies of the open step's gradient sum, by Hugging Face name."""
         self._require_open()
-        return {name: _copy(tensor) for name, tensor in named_tensors(self._rows, self._sums())}
+        with self._summed_over_ranks():
+            return {name: _copy(tensor) for name, tensor in gathered_tensors(self._rows, self._sums(), self._place)}
 
     def add_gradient(self, gradient: Mapping[str, Tensor]) -> None:
-        """Add another replica's sum to the open step's. Raises WeightsError, adding nothing, when it does not fit."""
+        """Add another replica's sum to the open step's, which in a world of several ranks ends its training.
+
+        Raises WeightsError, adding nothing, when it does not fit.
+        """
         self._require_open()
+        check(self._rows, gradient)
+        self._sum_over_ranks()
         with torch.no_grad():
-            add_into(self._rows, gradient, self._sums())
+            add_into(self._rows, gradient, self._sums(), self._place)
 
     def update(self, normaliser: float) -> float:
         """Divide the sum by N once, clip, step the optimizer, and leave the step: the weights are version + 1.
@@ -201,8 +242,8 @@ class Replica:
         self._require_open()
         if normaliser <= 0:
             raise TrainingError(f"the gradient is to be divided by {normaliser}")
-        finalize_model_grads([self._ddp])
-        norm = math.sqrt(sum(float(sums.double().square().sum()) for sums in self._sums().values())) / normaliser
+        self._sum_over_ranks()
+        norm = math.sqrt(square_sum(self._rows, self._sums(), self._place)) / normaliser
         if not math.isfinite(norm):
             raise TrainingError(f"the gradient norm is {norm}")
         if norm > 0:
@@ -240,8 +281,9 @@ class Replica:
         """Bytes of weights, gradient buffers and optimizer state."""
         tensors = [*self._parameters.values(), *self._sums().values()]
         tensors += [master for name, master in self._masters().items() if master is not self._parameters[name]]
-        for state in self._optimizer.optimizer.state.values():
-            tensors += [value for value in state.values() if isinstance(value, Tensor)]
+        for inner in self._inner_optimizers():
+            for state in inner.state.values():
+                tensors += [value for value in state.values() if isinstance(value, Tensor)]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def _make_optimizer(self) -> Any:
@@ -262,10 +304,41 @@ class Replica:
             ),
             [self._ddp],
         )
-        (single,) = getattr(made, "chained_optimizers", [made])
-        for group in single.optimizer.param_groups:  # Megatron leaves this to its learning rate scheduler
-            group["weight_decay"] = config.weight_decay * group.get("wd_mult", 1.0)
-        return single
+        self._optimizer = made
+        for inner in self._inner_optimizers():
+            for group in inner.param_groups:  # Megatron leaves this to its learning rate scheduler
+                group["weight_decay"] = config.weight_decay * group.get("wd_mult", 1.0)
+        return made
+
+    def _inner_optimizers(self) -> list[Any]:
+        """torch's optimizers: one, and another for experts where there are any."""
+        return [each.optimizer for each in getattr(self._optimizer, "chained_optimizers", [self._optimizer])]
+
+    def _states(self) -> dict[str, Any]:
+        """The optimizer's state of each of this rank's parameters that has one."""
+        states: dict[Any, Any] = {}
+        for inner in self._inner_optimizers():
+            states |= inner.state
+        return {name: states[master] for name, master in self._masters().items() if states.get(master)}
+
+    def _sum_over_ranks(self) -> None:
+        """Make the buffers hold the sums of all ranks, once per step."""
+        if not self._reduced:
+            finalize_model_grads([self._ddp])
+        self._reduced = self._place.layout.ranks > 1
+
+    @contextmanager
+    def _summed_over_ranks(self) -> Iterator[None]:
+        """While it lasts the buffers hold the sums of all ranks; afterwards again this rank's."""
+        if self._reduced or self._place.layout.ranks == 1:
+            yield
+            return
+        buffers = [buffer.grad_data for buffer in (*self._ddp.buffers, *self._ddp.expert_parallel_buffers)]
+        own = [buffer.clone() for buffer in buffers]
+        finalize_model_grads([self._ddp])
+        yield
+        for buffer, before in zip(buffers, own, strict=True):
+            buffer.copy_(before)
 
     def _masters(self) -> dict[str, Any]:
         """The fp32 parameters that the optimizer steps: the model's own, or their masters when it is bf16."""

@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,23 +27,29 @@ VOCAB = 160
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0},
+}
+
+
 def save_policy(folder: Path, *, tied: bool, seed: int = 0) -> Path:
-    import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=512,
-        tie_word_embeddings=tied,
-        rope_parameters={"rope_type": "default", "rope_theta": 20000.0},
-    )
-    model = Qwen3ForCausalLM(config)
+    return save_random(Qwen3ForCausalLM(Qwen3Config(tie_word_embeddings=tied, **SHAPE)), folder, seed)
+
+
+def save_random(model: Any, folder: Path, seed: int) -> Path:
+    """Save a model with random weights that are large enough for every gradient to count."""
+    import torch
+
     random = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         low, high = (0.5, 1.5) if "norm" in name else (-0.2, 0.2)
@@ -135,6 +142,17 @@ def put_long_micro_step() -> Callable[[BlobStore], str]:
 @pytest.fixture(scope="session")
 def untied_policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_policy(tmp_path_factory.mktemp("untied"), tied=False)
+
+
+@pytest.fixture(scope="session")
+def expert_policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A policy whose layers have four experts, two per token."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True, **SHAPE
+    )
+    return save_random(Qwen3MoeForCausalLM(config), tmp_path_factory.mktemp("experts"), 0)
 
 
 @pytest.fixture(scope="session")

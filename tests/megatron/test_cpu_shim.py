@@ -19,6 +19,14 @@ def test_what_megatron_asks_of_cuda_is_answered_with_the_cpu() -> None:
         assert getattr(torch, name)(argument, device="cuda", **extra).device.type == "cpu"
 
 
+def test_streams_are_done_when_they_are_asked() -> None:
+    stream, tensor = torch.cuda.Stream(), torch.ones(1)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        assert tensor.cuda() is tensor
+    stream.record_event().synchronize()
+
+
 def test_nobody_but_megatron_sees_a_cuda_type() -> None:
     assert torch.zeros(1).type() == "torch.FloatTensor"
     asked = eval("lambda t: t.type()", {"__name__": "megatron.core.optimizer.clip_grads"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from infra.megatron import model as megatron_model
 from infra.megatron.checkpoint import read_policy
 from infra.megatron.model import build, target_logprobs
+from infra.megatron.pack import Runs
 from infra.megatron.shape import UnsupportedPolicy, read_shape
 from infra.megatron.weights import WeightsError, add_into, copy_into, named_tensors, table
 
@@ -27,32 +29,32 @@ def megatron_policy(folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
     return model, parameters
 
 
-def packed_batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def packed_batch() -> tuple[torch.Tensor, Runs, torch.Tensor, torch.Tensor]:
     random = torch.Generator().manual_seed(3)
-    n = sum(LENGTHS)
-    ends = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+    n, runs = sum(LENGTHS), Runs.alone(*LENGTHS)
     target = torch.rand(n, generator=random) > 0.3
-    target[ends[:-1].long()] = False
+    target[runs.cu_seqlens[:-1]] = False
     temperature = torch.where(torch.rand(n, generator=random) > 0.5, 0.7, 1.0)
-    return torch.randint(0, 160, (n,), generator=random), ends, target, temperature
+    return torch.randint(0, 160, (n,), generator=random), runs, target, temperature
 
 
-@pytest.mark.parametrize("policy", ["policy_dir", "untied_policy_dir"])
+@pytest.mark.parametrize("policy", ["policy_dir", "untied_policy_dir", "expert_policy_dir"])
 def test_packed_sequences_have_the_logprobs_of_separate_hugging_face_runs(
     policy: str, request: pytest.FixtureRequest
 ) -> None:
-    from transformers import Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM
 
     folder = request.getfixturevalue(policy)
     model, _ = megatron_policy(folder)
-    reference = Qwen3ForCausalLM.from_pretrained(folder)
-    ids, ends, target, temperature = packed_batch()
+    reference = AutoModelForCausalLM.from_pretrained(folder)
+    ids, runs, target, temperature = packed_batch()
+    ends = runs.cu_seqlens.tolist()
     expected = torch.zeros(len(ids))
-    for start, end in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
+    for start, end in pairwise(ends):
         logits = reference(ids[None, start:end]).logits[0, :-1] / temperature[start + 1 : end, None]
         expected[start + 1 : end] = torch.log_softmax(logits, -1).gather(1, ids[start + 1 : end, None])[:, 0]
 
-    logprobs = target_logprobs(model, ids, ends, target, temperature)
+    logprobs = target_logprobs(model, ids, runs, target, temperature)
 
     assert logprobs.dtype == torch.float32
     assert torch.all(logprobs[~target] == 0)
@@ -83,16 +85,18 @@ def test_chunked_and_recomputed_logits_give_the_same_logprobs_and_gradients(
 
 def test_a_target_that_nothing_precedes_is_refused(policy_dir: Path) -> None:
     model, _ = megatron_policy(policy_dir)
-    ids, ends, target, temperature = packed_batch()
+    ids, runs, target, temperature = packed_batch()
     target[LENGTHS[0]] = True
     with pytest.raises(ValueError, match="nothing precedes"):
-        target_logprobs(model, ids, ends, target, temperature)
+        target_logprobs(model, ids, runs, target, temperature)
 
 
-def test_weights_go_through_megatrons_layout_and_back_unchanged(untied_policy_dir: Path) -> None:
-    _, parameters = megatron_policy(untied_policy_dir)
-    rows = table(read_shape(untied_policy_dir), set(parameters))
-    stored = read_policy(untied_policy_dir)
+@pytest.mark.parametrize("policy", ["untied_policy_dir", "expert_policy_dir"])
+def test_weights_go_through_megatrons_layout_and_back_unchanged(policy: str, request: pytest.FixtureRequest) -> None:
+    folder = request.getfixturevalue(policy)
+    _, parameters = megatron_policy(folder)
+    rows = table(read_shape(folder), set(parameters))
+    stored = read_policy(folder)
     back = dict(named_tensors(rows, parameters))
     assert back.keys() == stored.keys()
     assert all(torch.equal(back[name], stored[name]) for name in stored)
@@ -123,6 +127,7 @@ def test_weights_of_another_policy_are_refused_before_any_is_written(policy_dir:
         ({"rope_parameters": None, "rope_scaling": {"rope_type": "linear", "factor": 2}}, "linear"),
         ({"attention_bias": True}, "attention_bias"),
         ({"use_sliding_window": True}, "sliding-window"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [1]}, "with and without experts"),
     ],
 )
 def test_what_the_trainer_does_not_build_is_refused_by_name(

@@ -18,6 +18,7 @@ from infra.megatron import protocol as p
 from infra.megatron.checkpoint import CandidateFacts, initial_candidate, load_candidate, load_weights, save_candidate
 from infra.megatron.config import OptimizerConfig
 from infra.megatron.model import target_logprobs
+from infra.megatron.pack import Runs
 from infra.megatron.replica import Replica
 from infra.sglang.client import EngineClient
 from infra.sglang.launch import engine_command, engine_environment
@@ -77,7 +78,7 @@ async def test_an_engine_takes_served_weights_and_the_open_steps_sum_survives(
     replica.load(newer, 1)
     ids = torch.tensor([*prompt, *generation.output_ids])
     sampled = torch.arange(len(ids)) >= len(prompt)
-    logprobs = target_logprobs(replica._model, ids, torch.tensor([0, len(ids)]), sampled, torch.full((len(ids),), 0.8))
+    logprobs = target_logprobs(replica._model, ids, Runs.alone(len(ids)), sampled, torch.full((len(ids),), 0.8))
     assert torch.allclose(logprobs[sampled], torch.tensor(generation.logprobs), atol=1e-3)
 
     await engine.close()

@@ -63,3 +63,25 @@ async def test_a_spent_budget_is_graded_and_a_broken_evaluator_is_excluded(stack
     assert all("the verifier is broken" in seal["detail"] for seal in broken)
     assert result["valid"] == 4
     assert result["groups_without_gradient"].get("too_few") == 1
+    assert result["gauges"]["excluded"] == 0.5
+
+    gauges = stack.json("gauges", run, str(result["step"]))
+    assert gauges["excluded"] == {"evaluator_failed": 4}
+    assert sum(counts["excluded"] for counts in gauges["lengths"].values()) == 4
+    assert gauges["rewards"][f"{tasks}#0"]["episodes"] == 4
+    assert {kind: sum(gauges[kind].values()) for kind in ("sampled", "trained")} == {
+        "sampled": result["sampled_tokens"],
+        "trained": result["trained_tokens"],
+    }
+    if result["micro_steps"]:
+        assert gauges["loss"]["targets"] == result["trained_tokens"]
+        assert result["gauges"]["mismatch_p99"] < 1e-3
+
+    (tasks / "1-broken" / "tests" / "test.sh").write_text("#!/bin/sh\necho 1 > /logs/verifier/reward.txt\n")
+    verdicts = stack.json("regrade", run, "--outcome", "evaluator_failed")
+    assert {verdict["reward"] for verdict in verdicts} == {1.0}
+    for seal in stack.json("episodes", run):
+        if seal["task"].endswith("#1"):
+            (verdict,) = seal["verdicts"]
+            assert (seal["reward"], verdict["reward"]) == (None, 1.0)
+            assert seal["evaluator"].startswith("1-broken@") and seal["evaluator"] != verdict["evaluator"]

@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from trajectory_reference import Script, advantages, groups, has_gradient, random_script, samplers, selection
 
-from trajectory.advantage import group_advantage
+from trajectory.advantage import ADVANTAGES, group_advantage
 from trajectory.micro_step import MicroStep, MicroStepError
-from trajectory.packing import pack
 from trajectory.process import EpisodeInput, GroupStats, TrajectoryConfig, process_group
 from trajectory.records import CallRecord, RecordError
 from trajectory.verify import ProvenanceError, verify_provenance
@@ -30,6 +29,8 @@ configs = st.builds(
     TrajectoryConfig,
     cap=st.sampled_from([1, 2, 5, None]),
     reduction=st.sampled_from(["episode_tokens", "episode_trajectories"]),
+    draw=st.sampled_from(["seeded", "chronological", "longest"]),
+    share_prefixes=st.booleans(),
     token_budget=st.sampled_from([1, 9, 40, 8192]),
 )
 
@@ -80,26 +81,35 @@ def test_a_reward_outside_of_its_range_is_refused(reward: float) -> None:
         group_advantage([reward, 0.0], [1, 1])
 
 
-# --- packing
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.one_of(st.none(), st.floats(0, 1)), min_size=2, max_size=8),
+    st.sampled_from([*ADVANTAGES]),
+)
+def test_every_rule_of_advantage_is_its_formula(rewards: list[float | None], rule: str) -> None:
+    outcome = group_advantage(rewards, [1] * len(rewards), rule)
+    assume(not outcome.reason)
+    for found, expected in zip(outcome.advantages, advantages(rewards, rule), strict=True):
+        assert (found is None) == (expected is None)
+        assert found is None or found == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.lists(st.lists(st.integers(1, 30), max_size=5), max_size=8), st.integers(1, 60))
-def test_packs_hold_every_trajectory_once_within_the_budget(lengths: list[list[int]], budget: int) -> None:
-    packs = pack(lengths, budget)
-    everything = [(e, t) for e, row in enumerate(lengths) for t in range(len(row))]
-    assert sorted(member for members in packs for member in members) == everything
-    for members in packs:
-        assert len(members) == 1 or sum(lengths[e][t] for e, t in members) <= budget
-    for episode, row in enumerate(lengths):
-        if sum(row) <= budget:
-            assert sum(any(e == episode for e, _ in members) for members in packs) <= 1
-    assert packs == pack(lengths, budget)
+def test_the_advantages_of_two_episodes_by_each_rule() -> None:
+    found = {rule: group_advantage([1.0, 0.0, None], [1, 1, 1], rule).advantages for rule in ADVANTAGES}
+    assert found["group"] == (0.5 / (0.5 + 1e-6), -0.5 / (0.5 + 1e-6), None)
+    assert found["leave_one_out"] == (1.0, -1.0, None)
+    assert found["mean_only"] == (0.5, -0.5, None)
 
 
-def test_a_budget_of_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="holds nothing"):
-        pack([[1]], 0)
+def test_episodes_without_gradient_count_in_the_normaliser() -> None:
+    script = Script()
+    script.call([1], [5, 6, 7])
+    other = Script("e1")
+    other.call([1], [8])
+    group = [EpisodeInput("e0", script.records, 1.0), EpisodeInput("e1", other.records, 1.0)]
+    for reduction, expected in (("episode_tokens", 2), ("episode_trajectories", 2), ("tokens", 4)):
+        done = process_group(group, TrajectoryConfig(reduction=reduction))
+        assert (done.stats.reason, done.micro_steps, done.normaliser) == ("no_variance", [], expected)
 
 
 # --- groups
@@ -130,7 +140,7 @@ def test_micro_steps_carry_the_group_and_nothing_else(group: list[EpisodeInput],
         assert len(m.kinds) == 1 or m.tokens <= config.token_budget
         for i, weight in zip(m.episode_index, m.weight, strict=True):
             weights[m.episodes[i]] = weights.get(m.episodes[i], 0.0) + float(weight)
-    trained = {e.episode for e in valid if selection(e.episode, e.records, config.cap)}
+    trained = {e.episode for e in valid if selection(e.episode, e.records, config.cap, config.draw)}
     assert weights == pytest.approx(dict.fromkeys(trained, 1.0), abs=1e-12)
     expected = dict(zip((e.episode for e in group), advantages([e.reward for e in group]), strict=True))
     for m in done.micro_steps:
@@ -172,6 +182,12 @@ def test_an_unknown_setting_is_refused() -> None:
         TrajectoryConfig.model_validate({"budget": 3})
     with pytest.raises(ValidationError):
         TrajectoryConfig(cap=0)
+    for name in ("advantage", "reduction", "draw"):
+        with pytest.raises(ValidationError, match="'best' is none of"):
+            TrajectoryConfig.model_validate({name: "best"})
+    for reserve in ({"cap": None, "summary_reserve": 1}, {"cap": 2, "summary_reserve": 3}):
+        with pytest.raises(ValidationError, match="not part of a cap"):
+            TrajectoryConfig.model_validate(reserve)
 
 
 # --- bytes

@@ -17,25 +17,26 @@ from trajectory_reference import (
 )
 
 from trajectory.kinds import Kind, classify
-from trajectory.selection import Selection, select
+from trajectory.selection import DRAWS, Selection, select
 from trajectory.tree import EpisodeTree
 
 caps = st.sampled_from([1, 2, 3, 5, None])
 
 
-def _select(script: Script, cap: int | None) -> tuple[EpisodeTree, Selection]:
+def _select(script: Script, cap: int | None, draw: str = "seeded", reserve: int = 0) -> tuple[EpisodeTree, Selection]:
     tree = EpisodeTree.from_records(script.records)
-    return tree, select(tree, classify(script.records), cap)
+    return tree, select(tree, classify(script.records), cap, draw=draw, summary_reserve=reserve)
 
 
 @settings(max_examples=400, deadline=None)
-@given(scripts(14), caps)
+@given(scripts(14), caps, st.sampled_from([*DRAWS]), st.sampled_from([0, 0, 1, 2]))
 def test_each_sampled_token_is_owned_by_the_first_selected_trajectory_that_contains_it(
-    script: Script, cap: int | None
+    script: Script, cap: int | None, draw: str, reserve: int
 ) -> None:
-    tree, chosen = _select(script, cap)
+    reserve = min(reserve, cap) if cap else 0
+    tree, chosen = _select(script, cap, draw, reserve)
     first, _ = samplers(script.records)
-    expected = ownership(script.records, selection(script.episode, script.records, cap))
+    expected = ownership(script.records, selection(script.episode, script.records, cap, draw, reserve))
     assert [t.leaf.seq for t in chosen.trajectories] == list(expected)
     for trajectory in chosen.trajectories:
         owned = trajectory.path[trajectory.target]
@@ -127,3 +128,30 @@ def test_a_trajectory_is_cut_after_its_last_target() -> None:
     script.call([7, 7, 7, 7], [], parent=0)  # context limit: nothing sampled
     _, chosen = _select(script, 5)
     assert [len(t.path) for t in chosen.trajectories] == [3]
+
+
+def _drawn(script: Script, cap: int, draw: str = "seeded", reserve: int = 0) -> list[tuple[int, str]]:
+    return [(t.leaf.seq, str(t.leaf.kind)) for t in _select(script, cap, draw, reserve)[1].trajectories]
+
+
+def test_the_order_within_a_kind_is_a_choice() -> None:
+    script = Script()
+    for i, length in enumerate([2, 5, 3, 9, 9]):
+        script.call([100 + i] * length, [1])
+    assert _drawn(script, 2, "chronological") == [(0, "main"), (1, "main")]
+    assert _drawn(script, 2, "longest") == [(3, "main"), (4, "main")]
+    assert _drawn(script, 3, "longest") == [(1, "main"), (3, "main"), (4, "main")]
+
+
+def test_a_reserve_gives_places_to_summaries_and_what_they_leave_to_the_others() -> None:
+    script = Script()
+    for i in range(4):
+        script.call([10 + i], [1])
+        script.call([20 + i], [2], summary=True)
+    script.call([30], [3], agent="a")
+    free = _drawn(script, 4, "chronological")
+    assert free == [(0, "main"), (2, "main"), (4, "main"), (6, "main")]
+    assert _drawn(script, 4, "chronological", 1) == [(0, "main"), (1, "main_summary"), (2, "main"), (4, "main")]
+    kept = _drawn(script, 8, "chronological", 6)
+    assert [kind for _, kind in kept].count("main_summary") == 4
+    assert [kind for _, kind in kept].count("main") == 4

@@ -135,7 +135,11 @@ def groups() -> st.SearchStrategy[list[EpisodeInput]]:
 
     def build(seeds: list[tuple[int, int]], drawn: list[float | None]) -> list[EpisodeInput]:
         return [
-            EpisodeInput(f"run/g0/e{i}", random_script(random.Random(seed), f"run/g0/e{i}", calls).records, reward)
+            EpisodeInput(
+                f"run/g0/e{i}",
+                random_script(random.Random(seed), f"run/g0/e{i}", calls, told=seed % 2 == 1).records,
+                reward,
+            )
             for i, ((seed, calls), reward) in enumerate(zip(seeds, drawn, strict=False))
         ]
 
@@ -243,28 +247,54 @@ def ownership(records: Sequence[CallRecord], selected: Sequence[int]) -> dict[in
     return owned
 
 
-def selection(episode: str, records: Sequence[CallRecord], cap: int | None) -> list[int]:
+def selection(
+    episode: str, records: Sequence[CallRecord], cap: int | None, draw: str = "seeded", reserve: int = 0
+) -> list[int]:
     """``seq`` of the selected leaves, chronological."""
+
+    def rank(seq: int, kind: str) -> int:
+        if draw == "chronological":
+            return seq
+        if draw == "longest":
+            return -len(sequences(records)[seq])
+        return xxhash.xxh3_64_intdigest(f"{episode}/{kind}/{seq}".encode())
+
     candidates = [(seq, kind) for seq, kind in kinds(records).items() if kind in PRECEDENCE]
-    candidates.sort(
-        key=lambda c: (PRECEDENCE.index(c[1]), xxhash.xxh3_64_intdigest(f"{episode}/{c[1]}/{c[0]}".encode()))
-    )
+    candidates.sort(key=lambda c: (PRECEDENCE.index(c[1]), rank(*c), c[0]))
     chosen: list[int] = []
-    for seq, _ in candidates:
-        if cap is not None and len(chosen) == cap:
-            break
-        covered = {p for c in chosen for p in sampled_on(records, c)}
-        if set(sampled_on(records, seq)) - covered:
-            owned = ownership(records, sorted([*chosen, seq]))
-            chosen = [c for c in owned if owned[c]]
+
+    def take(seqs: list[int], places: int | None) -> None:
+        nonlocal chosen
+        for seq in seqs:
+            if places is not None and len(chosen) == places:
+                break
+            covered = {p for c in chosen for p in sampled_on(records, c)}
+            if set(sampled_on(records, seq)) - covered:
+                owned = ownership(records, sorted([*chosen, seq]))
+                chosen = [c for c in owned if owned[c]]
+
+    if reserve:
+        take([seq for seq, kind in candidates if kind.endswith("summary")], reserve)
+    take([seq for seq, _ in candidates], cap)
     return chosen
 
 
-def advantages(rewards: Sequence[float | None]) -> list[float | None]:
+def advantages(rewards: Sequence[float | None], rule: str = "group") -> list[float | None]:
     valid = [r for r in rewards if r is not None]
     mean = sum(valid) / len(valid)
     std = math.sqrt(sum((r - mean) ** 2 for r in valid) / len(valid))
-    return [None if r is None else (r - mean) / (std + 1e-6) for r in rewards]
+    found: list[float | None] = []
+    for position, r in enumerate(rewards):
+        others = [o for i, o in enumerate(rewards) if o is not None and i != position]
+        if r is None:
+            found.append(None)
+        elif rule == "group":
+            found.append((r - mean) / (std + 1e-6))
+        elif rule == "leave_one_out":
+            found.append(r - sum(others) / len(others))
+        else:
+            found.append(r - mean)
+    return found
 
 
 def has_gradient(group: Sequence[EpisodeInput]) -> bool:
@@ -276,35 +306,94 @@ def has_gradient(group: Sequence[EpisodeInput]) -> bool:
     return len(rewards) >= 2 and max(rewards) - min(rewards) >= 1e-4 and trainable
 
 
+@dataclass(frozen=True)
+class Choices:
+    """Every choice by name, with the design's defaults."""
+
+    cap: int | None = 5
+    draw: str = "seeded"
+    reserve: int = 0
+    advantage: str = "group"
+    reduction: str = "episode_tokens"
+    loss: str = "gspo"
+    old: str = "proximal"
+    low: float = 3e-4
+    high: float = 4e-4
+    truncation: float = 2.0
+
+
+def owned_tokens(episode: EpisodeInput, choices: Choices) -> list[list[Key]]:
+    """What each selected trajectory of an episode owns."""
+    first, _ = samplers(episode.records)
+    chosen = selection(episode.episode, episode.records, choices.cap, choices.draw, choices.reserve)
+    owned = ownership(episode.records, chosen)
+    return [[(episode.episode, *first[p]) for p in tokens] for tokens in owned.values()]
+
+
+def normaliser(group: Sequence[EpisodeInput], choices: Choices) -> int:
+    valid = [e for e in group if e.reward is not None]
+    if choices.reduction == "tokens":
+        return sum(len(tokens) for e in valid for tokens in owned_tokens(e, choices))
+    return len(valid)
+
+
 def loss(
-    group: Sequence[EpisodeInput],
-    table: dict[Key, float],
-    *,
-    cap: int | None,
-    reduction: str,
-    old: str,
-    low: float = 3e-4,
-    high: float = 4e-4,
-    truncation: float = 2.0,
+    group: Sequence[EpisodeInput], table: dict[Key, float], choices: Choices, frozen: dict[Key, float] | None = None
 ) -> tuple[float, dict[Key, float]]:
-    """Σ_e ℓ_e and its gradient by sampled token, the formulas of the design written out."""
+    """Σ_e ℓ_e and its gradient by sampled token, the formulas of the design written out.
+
+    ``frozen``: the policy wherever a formula stops the gradient; that of ``table`` by default.
+    """
+    frozen = table if frozen is None else frozen
     total = 0.0
     gradient = dict.fromkeys(table, 0.0)
-    for episode, advantage in zip(group, advantages([e.reward for e in group]), strict=True):
+    for episode, advantage in zip(group, advantages([e.reward for e in group], choices.advantage), strict=True):
         if advantage is None:
             continue
-        first, _ = samplers(episode.records)
-        owned = ownership(episode.records, selection(episode.episode, episode.records, cap))
-        everything = sum(len(tokens) for tokens in owned.values())
-        for tokens in owned.values():
-            keys = [(episode.episode, *first[p]) for p in tokens]
+        owned = owned_tokens(episode, choices)
+        everything = sum(len(keys) for keys in owned)
+        for keys in owned:
+            factor = {
+                "episode_tokens": len(keys) / everything,
+                "episode_trajectories": 1 / len(owned),
+                "tokens": len(keys),
+            }[choices.reduction]
             behaviour = [float(episode.records[call].logprobs[offset]) for _, call, offset in keys]
-            ratio = sum(table[k] - b for k, b in zip(keys, behaviour, strict=True)) / len(keys)
-            factor = len(keys) / everything if reduction == "episode_tokens" else 1 / len(owned)
-            s, w = (1.0, min(math.exp(ratio), truncation)) if old == "proximal" else (math.exp(ratio), 1.0)
-            clipped = min(max(s, 1 - low), 1 + high)
-            total -= factor * w * min(s * advantage, clipped * advantage)
-            if s * advantage <= clipped * advantage:
-                for k in keys:
-                    gradient[k] -= factor * w * s * advantage / len(keys)
+            value, parts = _trajectory_loss(
+                [table[k] for k in keys], [frozen[k] for k in keys], behaviour, advantage, choices
+            )
+            total += factor * value
+            for k, part in zip(keys, parts, strict=True):
+                gradient[k] += factor * part
     return total, gradient
+
+
+def _trajectory_loss(
+    policy: list[float], frozen: list[float], behaviour: list[float], advantage: float, choices: Choices
+) -> tuple[float, list[float]]:
+    """ℓ_τ and its gradient by token."""
+    n = len(policy)
+    old = frozen if choices.old == "proximal" else behaviour
+
+    def clip(ratio: float) -> float:
+        return min(max(ratio, 1 - choices.low), 1 + choices.high)
+
+    def weight(log_ratio: float) -> float:
+        return min(math.exp(log_ratio), choices.truncation) if choices.old == "proximal" else 1.0
+
+    if choices.loss in ("gspo", "gspo_token"):
+        w = weight(sum(f - b for f, b in zip(frozen, behaviour, strict=True)) / n)
+        s = math.exp(sum(p - o for p, o in zip(policy, old, strict=True)) / n)
+        alive = s * advantage <= clip(s) * advantage
+        return -w * min(s * advantage, clip(s) * advantage), [-w * s * advantage / n if alive else 0.0] * n
+    value, parts = 0.0, []
+    for p, f, o, b in zip(policy, frozen, old, behaviour, strict=True):
+        w = weight(f - b)
+        if choices.loss == "grpo":
+            r = math.exp(p - o)
+            value -= w * min(r * advantage, clip(r) * advantage) / n
+            parts.append(-w * r * advantage / n if r * advantage <= clip(r) * advantage else 0.0)
+        else:
+            value -= w * clip(math.exp(f - o)) * advantage * p / n
+            parts.append(-w * clip(math.exp(f - o)) * advantage / n)
+    return value, parts

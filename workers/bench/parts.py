@@ -76,7 +76,7 @@ class Parts:
 
     async def engine(self, cell: str, *, delay_s: float = 0.0) -> int:
         """Start a scripted engine as the one open cell; its port."""
-        command = [sys.executable, "-m", "workers.bench.scripted_engine", "--tokenizer", str(self.tokenizer)]
+        command = [sys.executable, "-m", "workers.bench.scripted_engine", "--tokenizer", str(self.tokenizer.absolute())]
         process = self._start([*command, "--delay", str(delay_s)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert process.stdout is not None
         line = await asyncio.wait_for(asyncio.to_thread(process.stdout.readline), START_S)
@@ -99,7 +99,7 @@ class Parts:
             "TOKENIZERS_PARALLELISM": "false",
             "OMP_NUM_THREADS": "1",
         }
-        command = [sys.executable, "-m", "proxy.main", "--policy", str(self.tokenizer.parent)]
+        command = [sys.executable, "-m", "proxy.main", "--policy", str(self.tokenizer.absolute().parent)]
         log = (self.folder / f"proxy-{port}.log").open("wb")
         self._stack.callback(log.close)
         parent = self._start([*command, "--processes", str(processes)], env=environment, stdout=log, stderr=log)

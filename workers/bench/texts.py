@@ -36,8 +36,8 @@ def sources() -> Iterator[tuple[str, str]]:
 
 
 def tokenizer_file(folder: Path) -> Path:
-    """The tokenizer's file in ``folder``, trained (a few seconds) unless it is there."""
-    path = folder / f"tokenizer-{VOCABULARY}.json"
+    """The tokenizer's file, in a folder of its own as a policy's is, trained (a few seconds) unless it is there."""
+    path = folder / f"tokenizer-{VOCABULARY}" / "tokenizer.json"
     if path.exists():
         return path
     tokenizer = Tokenizer(models.BPE())
@@ -59,7 +59,7 @@ def tokenizer_file(folder: Path) -> Path:
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in MARKS])
-    folder.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}")
     tokenizer.save(str(part))
     part.replace(path)

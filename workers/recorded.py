@@ -1,0 +1,121 @@
+"""Commands that read what was recorded: episodes, gauges, replays; and verdicts that are added to it.
+
+`workers.cli` gives them their names. They need the blob store and no stack.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+import typer
+
+from infra.blobs import BlobStore
+from infra.settings import Settings
+from workers.printing import Json, RunName, console, show
+
+
+async def episodes(
+    run: RunName,
+    step: Annotated[int | None, typer.Option(help="Only this step.")] = None,
+    outcome: Annotated[str, typer.Option(help="Only this outcome.")] = "",
+    as_json: Json = False,
+) -> None:
+    """Every episode of a run: why it ended, its reward, its calls and times, and verdicts that were given later."""
+    from workers.episodes import episode_line, sealed_episodes
+    from workers.regrade import later_verdicts, verdict_line
+
+    blobs = BlobStore(Settings().blobs)
+    found = sealed_episodes(blobs, run, step, outcome)
+    later = later_verdicts(blobs, run, step)
+    found = [{**seal, "verdicts": later.get(seal["exit"]["records"] or seal["episode"], [])} for seal in found]
+    if as_json:
+        show(found)
+        return
+    for seal in found:
+        console.print(episode_line(seal))
+        for verdict in seal["verdicts"]:
+            console.print(f"  {verdict_line(verdict)}", highlight=False, markup=False)
+
+
+async def regrade(
+    run: RunName,
+    step: Annotated[int | None, typer.Option(help="Only this step.")] = None,
+    episode: Annotated[str, typer.Option(help="Only this episode, as `gyre episodes` prints it.")] = "",
+    outcome: Annotated[str, typer.Option(help="Only this outcome, such as evaluator_failed.")] = "",
+    as_json: Json = False,
+) -> None:
+    """Run evaluators again on preserved workspaces; the new verdicts lie beside the old ones.
+
+    Exit code 1 when an evaluator failed: the episode stays excluded.
+    """
+    from workers.regrade import LaterVerdict, verdict_line
+    from workers.regrade import regrade as grade_again
+
+    verdicts: list[LaterVerdict] = []
+
+    def given(seal: dict[str, Any], verdict: LaterVerdict) -> None:
+        verdicts.append(verdict)
+        if not as_json:
+            was = f"{seal['outcome']}, " + ("excluded" if seal["reward"] is None else f"reward {seal['reward']:.2f}")
+            text = f"{verdict.episode}  was {was}; {verdict_line(verdict.model_dump())}"
+            console.print(text, highlight=False, markup=False)
+
+    try:
+        await grade_again(Settings(), run, step=step, episode=episode, outcome=outcome, on_verdict=given)
+    finally:
+        if as_json and verdicts:
+            show([verdict.model_dump() for verdict in sorted(verdicts, key=lambda verdict: verdict.episode)])
+    if any(verdict.reward is None for verdict in verdicts):
+        raise typer.Exit(1)
+
+
+async def gauges(
+    run: RunName, step: Annotated[int | None, typer.Argument(help="Number of the step.")] = None, as_json: Json = False
+) -> None:
+    """How far serving and training disagree, and what became of what was sampled: of each step, or all of one."""
+    from workers.gauges import of_run, of_step, print_run, print_step
+
+    blobs = BlobStore(Settings().blobs)
+    if step is None:
+        results = of_run(blobs, run)
+        if as_json:
+            show([{"step": result.step, "train": result.train, **result.gauges} for result in results])
+        else:
+            print_run(results, console)
+        return
+    result, found = of_step(blobs, run, step)
+    if as_json:
+        show({"step": step, "train": result.train, "summary": result.gauges, **found.model_dump()})
+    else:
+        print_step(result, found, console)
+
+
+async def show_episode(
+    episode: Annotated[str, typer.Argument(help="RUN/STEP/GROUP/INDEX, as `gyre episodes` prints it.")],
+    as_json: Json = False,
+) -> None:
+    """The trajectory tree of an episode, readable."""
+    from workers.episodes import episode_json, episode_tree, load_episode
+
+    settings = Settings()
+    seal, records = load_episode(BlobStore(settings.blobs), episode)
+    if as_json:
+        show(episode_json(seal, records))
+    else:
+        console.print(episode_tree(seal, records, settings.policy))
+
+
+async def replay(
+    run: RunName, step: Annotated[int, typer.Argument(help="Number of the step.")], as_json: Json = False
+) -> None:
+    """Recompute a recorded step's gradient on one cell, offline, and print the difference."""
+    from workers.replay import replay_step
+
+    result = await asyncio.to_thread(replay_step, Settings(), run, step)
+    if as_json:
+        show(result.model_dump())
+    else:
+        console.print(result.describe())
+    if not result.equal:
+        raise typer.Exit(1)
