@@ -55,6 +55,7 @@ class ShellHarness:
     version = ""
     address_space_mb: int | None = 512
     patience_s = 600.0
+    early_stream = True
     transcript = ""
     disallowed_tools: tuple[str, ...] = ()
 
