@@ -31,6 +31,7 @@ from workers.bench.command import bench_proxy, bench_trajectory
 from workers.errors import UsageError
 from workers.leaving import leave
 from workers.printing import Json, RunName, console, show
+from workers.simulate.command import simulate
 from workflows import names
 from workflows.contracts import PauseRequest, ResizeRequest, SubmitStep
 from workflows.run import Run, RunState
@@ -339,6 +340,7 @@ async def harness_check(
 
 bench.command("proxy")(command(bench_proxy))
 bench.command("trajectory")(command(bench_trajectory))
+app.command("simulate")(command(simulate))
 
 
 # --- quickstart ---------------------------------------------------------------------------------------------------

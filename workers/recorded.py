@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -19,6 +20,7 @@ async def episodes(
     run: RunName,
     step: Annotated[int | None, typer.Option(help="Only this step.")] = None,
     outcome: Annotated[str, typer.Option(help="Only this outcome.")] = "",
+    export: Annotated[Path | None, typer.Option(help="Write a trace for `gyre simulate --trace` here.")] = None,
     as_json: Json = False,
 ) -> None:
     """Every episode of a run: why it ended, its reward, its calls and times, and verdicts that were given later."""
@@ -27,6 +29,11 @@ async def episodes(
 
     blobs = BlobStore(Settings().blobs)
     found = sealed_episodes(blobs, run, step, outcome)
+    if export is not None:
+        from workers.simulate.export import export_trace
+
+        console.print(f"{export_trace(blobs, run, found, export)} episodes: {export}")
+        return
     later = later_verdicts(blobs, run, step)
     found = [{**seal, "verdicts": later.get(seal["exit"]["records"] or seal["episode"], [])} for seal in found]
     if as_json:

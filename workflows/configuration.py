@@ -100,7 +100,7 @@ class EvaluationConfig(Contract):
 
 
 class SchedulerConfig(Contract):
-    policy: Literal["watermark", "colocate", "async"] = "watermark"
+    policy: Literal["watermark", "colocate", "async", "predictive"] = "watermark"
     training_cells: int = Field(default=1, ge=1)
     """Cells that the static split of `async` gives to training."""
     claim_s: float = Field(default=30.0, gt=0)

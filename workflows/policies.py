@@ -10,75 +10,39 @@ with it until the step is closed (its gradient sum is there); a step without unf
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Final
 
-from workflows.configuration import Contract, SchedulerConfig
+from workflows.pool_view import (
+    TOKENS_PER_S,
+    Assignment,
+    CellView,
+    Decision,
+    Outlook,
+    Policy,
+    PoolView,
+    StepView,
+    already_training,
+    assign,
+    oldest_training,
+)
+from workflows.predictive import predictive
 
-TOKENS_PER_S: Final = 5000.0
-"""Training throughput that is assumed until a step has been measured."""
-
-
-class CellView(Contract):
-    cell: str
-    training_step: int = -1
-    """Step that the cell has been given to train, -1 while it serves."""
-    core: bool = False
-
-
-class StepView(Contract):
-    step: int
-    train: bool
-    unfinished: int
-    """Queued and running episodes: the watermark."""
-    total: int
-    ready: int
-    """Micro-steps that wait or are being trained."""
-    ready_tokens: int = 0
-
-
-class PoolView(Contract):
-    run: str
-    cells: list[CellView]
-    """In the order of preference for training."""
-    steps: list[StepView]
-    """Open steps, oldest first."""
-    capacity: int
-    """Episodes that one serving cell holds at once."""
-    scheduler: SchedulerConfig
-    tokens_per_s: float = TOKENS_PER_S
-
-
-class Assignment(Contract):
-    step: int = -1
-    """Step to train; -1 to serve rollout."""
-    core: bool = False
-
-
-class Decision(Contract):
-    assignments: dict[str, Assignment]
-    reason: str
-
-
-Policy = Callable[[PoolView], Decision]
-
-
-def _decision(view: PoolView, step: StepView | None, trainers: int, reason: str) -> Decision:
-    """Give ``trainers`` cells to ``step``: those that train it already first, then the preferred ones."""
-    assignments = {cell.cell: Assignment() for cell in view.cells}
-    if step is not None and trainers > 0:
-        ranked = sorted(view.cells, key=lambda cell: (cell.training_step != step.step, not cell.core))
-        for position, cell in enumerate(ranked[:trainers]):
-            assignments[cell.cell] = Assignment(step=step.step, core=position == 0)
-    return Decision(assignments=assignments, reason=reason)
-
-
-def _oldest_training(view: PoolView) -> StepView | None:
-    return next((step for step in view.steps if step.train), None)
-
-
-def _already(view: PoolView, step: StepView) -> int:
-    return sum(cell.training_step == step.step for cell in view.cells)
+__all__ = [
+    "POLICIES",
+    "TOKENS_PER_S",
+    "Assignment",
+    "CellView",
+    "Decision",
+    "Outlook",
+    "Policy",
+    "PoolView",
+    "StepView",
+    "async_split",
+    "colocate",
+    "decide",
+    "predictive",
+    "watermark",
+]
 
 
 def watermark(view: PoolView) -> Decision:
@@ -88,13 +52,13 @@ def watermark(view: PoolView) -> Decision:
     a role switch (``satellite_s``). Episodes of later steps are filler: they never keep a cell in rollout, but while
     there is filler and nothing to train, no cell leaves.
     """
-    step = _oldest_training(view)
+    step = oldest_training(view)
     if step is None:
-        return _decision(view, None, 0, "no training step is open: all cells serve")
+        return assign(view, None, 0, "no training step is open: all cells serve")
     serving_evaluation = sum(other.unfinished for other in view.steps if not other.train)
     needed = math.ceil((step.unfinished + serving_evaluation) / view.capacity)
     spare = max(0, len(view.cells) - needed)
-    already = _already(view, step)
+    already = already_training(view, step)
     filler = any(other.unfinished for other in view.steps if other.step > step.step)
     if step.unfinished == 0 and not serving_evaluation:
         spare = max(spare, 1)
@@ -108,15 +72,15 @@ def watermark(view: PoolView) -> Decision:
         f"step {step.step}: {step.unfinished} of {step.total} episodes unfinished need {needed} of "
         f"{len(view.cells)} cells at {view.capacity} each; {step.ready} micro-steps ready; {trainers} train"
     )
-    return _decision(view, step, trainers, reason)
+    return assign(view, step, trainers, reason)
 
 
 def colocate(view: PoolView) -> Decision:
     """Baseline: all cells serve until the step has no unfinished episode, then all train."""
-    step = _oldest_training(view)
+    step = oldest_training(view)
     if step is None or step.unfinished or any(other.unfinished for other in view.steps if not other.train):
-        return _decision(view, None, 0, "colocate: episodes are unfinished, all cells serve")
-    return _decision(view, step, len(view.cells), f"colocate: all cells train step {step.step}")
+        return assign(view, None, 0, "colocate: episodes are unfinished, all cells serve")
+    return assign(view, step, len(view.cells), f"colocate: all cells train step {step.step}")
 
 
 def async_split(view: PoolView) -> Decision:
@@ -126,16 +90,21 @@ def async_split(view: PoolView) -> Decision:
     """
     if len(view.cells) == 1:
         return colocate(view)
-    step = _oldest_training(view)
+    step = oldest_training(view)
     trainers = min(view.scheduler.training_cells, len(view.cells) - 1)
     if step is None:
         # The split stays as it is between steps: a cell that is for training is given no other work.
         assignments = {cell.cell: Assignment(step=cell.training_step, core=cell.core) for cell in view.cells}
         return Decision(assignments=assignments, reason="async: static split, no training step is open")
-    return _decision(view, step, trainers, f"async: static split, {trainers} cells train step {step.step}")
+    return assign(view, step, trainers, f"async: static split, {trainers} cells train step {step.step}")
 
 
-POLICIES: Final[dict[str, Policy]] = {"watermark": watermark, "colocate": colocate, "async": async_split}
+POLICIES: Final[dict[str, Policy]] = {
+    "watermark": watermark,
+    "colocate": colocate,
+    "async": async_split,
+    "predictive": predictive,
+}
 
 
 def decide(view: PoolView) -> Decision:

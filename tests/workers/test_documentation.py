@@ -14,7 +14,7 @@ from workers.cli import app
 from workflows.configuration import RunConfig
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = ["README.md", "docs/architecture.md"]
+DOCUMENTS = ["README.md", "docs/architecture.md", "docs/simulator.md"]
 
 
 def commands() -> set[str]:

@@ -1,0 +1,170 @@
+"""`gyre simulate` as a person uses it: named workloads, a run's own trace, a drawing, and clear refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import orjson
+import pytest
+from typer.testing import CliRunner
+
+from infra.blobs import BlobStore
+from workers.cli import app
+from workers.errors import UsageError
+from workers.simulate.compare import compare
+from workers.simulate.export import export_trace
+from workers.simulate.fitting import Hypothesis, fits
+from workers.simulate.trace import TracedEpisode, read_trace, steps_of, works_of
+from workers.simulate.workloads import PUBLISHED, PUBLISHED_HOURS, WORKLOADS, Range
+from workflows.simulated_work import PoolModel
+from workflows.simulator import simulate
+
+COLD = {"cells": 2, "capacity": 2, "train_tokens_per_s": 100.0}
+
+
+def lines(path: Path) -> Path:
+    """Two steps of two groups of two, run one after the other at 10 and 40 s an episode."""
+    rows = []
+    for step in range(2):
+        for group in range(2):
+            for index in range(2):
+                seconds = 10.0 if group == 0 else 40.0
+                row = TracedEpisode(
+                    run="r",
+                    step=step,
+                    group=group,
+                    task=f"t{group}",
+                    start=100.0 * step,
+                    active_s=seconds,
+                    wall_s=seconds,
+                    sampled_tokens=int(seconds * 10),
+                )
+                rows.append({**row.model_dump(), "index": index})
+    path.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
+    return path
+
+
+def gyre(*words: str) -> str:
+    result = CliRunner().invoke(app, ["simulate", *words])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_a_trace_is_simulated_under_every_policy_and_drawn(tmp_path: Path) -> None:
+    trace, png = lines(tmp_path / "trace.jsonl"), tmp_path / "cells.png"
+    options = ["--cells", "2", "--capacity", "2", "--training", "100", "--update", "1", "--png", str(png)]
+    found = json.loads(gyre("--trace", str(trace), *options, "--json"))
+    (compared,) = found["compared"]
+    assert set(compared["policies"]) == {"colocate", "async", "watermark", "predictive"}
+    for row in compared["policies"].values():
+        assert row["step_s"] >= compared["lower_bound"]["step_s"] - 1e-6
+        assert 0 < row["utilisation"] <= 1
+    assert compared["clairvoyant"]["step_s"] <= compared["policies"]["predictive"]["step_s"]
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert "lower bound" in gyre("--trace", str(trace), *options)
+
+
+def test_a_trace_without_its_pool_or_with_a_broken_line_is_refused_by_name(tmp_path: Path) -> None:
+    trace = lines(tmp_path / "trace.jsonl")
+    result = CliRunner().invoke(app, ["simulate", "--trace", str(trace), "--cells", "2"])
+    assert result.exit_code == 2
+    assert "--capacity, --training" in result.stderr
+    trace.write_text(trace.read_text() + '{"run": "r"}\n', encoding="utf-8")
+    with pytest.raises(UsageError, match="line 9"):
+        read_trace(trace)
+
+
+def test_a_workload_that_does_not_exist_is_refused_with_the_ones_that_do() -> None:
+    result = CliRunner().invoke(app, ["simulate", "nothing"])
+    assert result.exit_code == 2
+    assert "deepswe-122b" in result.stderr
+    assert CliRunner().invoke(app, ["simulate"]).exit_code == 2
+    assert all(name in gyre("list") for name in WORKLOADS)
+
+
+def test_every_parameter_of_a_workload_says_where_it_is_from() -> None:
+    for workload in WORKLOADS.values():
+        own = {**workload.pool.model_dump(exclude_defaults=True), **workload.work.model_dump(exclude_defaults=True)}
+        assert set(own) - {"poll_s"} <= set(workload.sources)
+        assert workload.name in PUBLISHED
+
+
+def test_the_fitted_workload_reproduces_the_published_baselines() -> None:
+    """And only those were fitted: nothing here holds the watermark policy against anything."""
+    workload = WORKLOADS["nl2repobench-2.4t"]
+    steps = workload.work.draw()
+    for policy in ("async", "colocate"):
+        from workers.simulate.compare import priced
+
+        config = priced(workload.pool).model_copy(update={"policy": policy, "training_cells": workload.split})
+        hours = simulate(workload.pool, steps, config, max_staleness=workload.max_staleness).total_s / 3600
+        assert hours == pytest.approx(PUBLISHED_HOURS[policy], rel=0.01)
+
+
+def test_a_fit_gets_back_the_share_of_training_that_made_the_times() -> None:
+    from workers.simulate.fitting import hours
+
+    hypothesis = Hypothesis(0.5, 0.8, 1.2, 2, 2.0, 0, 1)
+    true = {name: hours(hypothesis, 0.5, name, cells=4, steps=1) for name in ("async", "colocate")}
+    found = list(fits(hypothesis, cells=4, published=true, steps=1, published_steps=1))
+    assert min(abs(fit.training / 0.5 - 1) for fit in found) < 0.1
+
+
+def test_a_figure_within_a_published_range_has_no_error() -> None:
+    published = Range(1.2, 1.8)
+    assert published.error(1.5) == 0
+    assert published.error(0.6) == pytest.approx(-0.5)
+    assert published.error(3.6) == pytest.approx(1.0)
+
+
+def test_predictive_is_not_worse_than_the_watermark_rule_on_the_named_workloads() -> None:
+    for name, workload in WORKLOADS.items():
+        steps = workload.work.model_copy(update={"steps": 3}).draw()
+        for staleness in (0, 1):
+            compared = compare(workload.pool, steps, max_staleness=staleness, policies=("watermark", "predictive"))
+            ratio = compared.runs["predictive"].total_s / compared.runs["watermark"].total_s
+            assert ratio < 1.02, (name, staleness)
+
+
+def test_company_that_slowed_the_recorded_episodes_is_undone(tmp_path: Path) -> None:
+    """Four episodes on four places are as fast as the simulator's full cell; one alone had done more work."""
+    episodes = read_trace(lines(tmp_path / "trace.jsonl"))
+    pool = PoolModel(**COLD, solo_speedup=2.0)
+    works = works_of(episodes, pool)
+    # 10 s with all places taken; then 30 s with half of them: 1 / (1/2 + 1/2 · 1/2) as fast.
+    assert works[0] == pytest.approx(10)
+    assert works[2] == pytest.approx(10 + 30 / 0.75)
+    assert works_of(episodes, PoolModel(**COLD))[2] == 40
+    (first, _) = steps_of(episodes, pool)
+    assert [group.task for group in first] == ["t0", "t1"]
+
+
+def test_a_run_that_is_sealed_is_exported_line_by_line(tmp_path: Path) -> None:
+    blobs = BlobStore(str(tmp_path / "blobs"))
+    seal = {
+        "episode": "r/000001/002/3",
+        "task": "tasks#7",
+        "version": 1,
+        "records_ref": "",
+        "calls": 0,
+        "outcome": "timed_out",
+        "reward": 0.0,
+        "exit": {"active_s": 12.5, "held_s": 1.0, "wall_s": 14.0},
+    }
+    file = tmp_path / "out" / "trace.jsonl"
+    assert export_trace(blobs, "r", [seal], file) == 1
+    (episode,) = read_trace(file)
+    assert (episode.step, episode.group, episode.task, episode.active_s) == (1, 2, "tasks#7", 12.5)
+
+
+def test_the_commands_of_the_simulators_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they stand there, except that a named workload is cut to one step."""
+    monkeypatch.chdir(tmp_path)
+    lines(tmp_path / "trace.jsonl")
+    text = (Path(__file__).parents[2] / "docs/simulator.md").read_text(encoding="utf-8")
+    commands = [line.split()[2:] for line in text.splitlines() if line.startswith("    gyre simulate ")]
+    assert len(commands) == 3
+    for words in commands:
+        assert gyre(*words, *([] if "--trace" in words else ["--steps", "1"]))
+    assert (tmp_path / "cells.png").exists()
