@@ -23,6 +23,7 @@ from infra.chat.renderer import Renderer
 from infra.keys import EpisodeKey
 from proxy.auth import Keyring
 from proxy.calls import ModelRequest, Opening, Turn, attempt_name
+from proxy.ending import end
 from proxy.episodes import Attempt, Connection, Episode, Episodes
 from proxy.errors import Abandoned, BadRequest, CallsExceeded, ContextExceeded, KeyRefused, RecordsLost, Unavailable
 from proxy.foreign import Foreign
@@ -69,10 +70,7 @@ class Gateway:
 
     async def stop(self) -> None:
         """Abandon what is running. Its harnesses will ask again, another proxy or the next one."""
-        tasks = [*self._running, *self._background]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end([*self._running, *self._background])
         await self._orphans.stop()
 
     async def check(self, secret: str) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 import redis.exceptions
 
 from infra.sglang.errors import EngineError
+from proxy.ending import end
 from proxy.episodes import Episode
 from proxy.errors import GatewayError
 from proxy.limits import Limits
@@ -58,9 +59,7 @@ class Orphans:
             log.warning("calls of the dead proxy %s are left: %s", proxy, fault)  # swept when their episodes are loaded
 
     async def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end(self._tasks)
 
     async def _foreign(self, episode: Episode) -> dict[str, OpenCall]:
         """Unfinished calls of other proxies, those included that were held and never reached an engine."""

@@ -28,6 +28,7 @@ from redis.asyncio import Redis
 from infra import keys
 from infra.sglang.errors import EngineError, EngineRefused
 from proxy.admission import Marks, Window, rank
+from proxy.ending import end
 from proxy.engine import Engine, Reporting
 from proxy.errors import NoCell
 from proxy.limits import Limits
@@ -120,10 +121,7 @@ class Router:
 
     async def stop(self) -> None:
         """Stop following routes; the lease ends at once, so that nobody waits for this proxy."""
-        while self._tasks:  # cancelled again if need be: the Redis client can swallow a cancellation
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.wait(self._tasks, timeout=0.2)
+        await end(self._tasks)
         await self._redis.delete(keys.proxy_lease(self.proxy_id))
         await self._redis.srem(keys.PROXIES, self.proxy_id)
         for engine in self._engines.values():
