@@ -220,7 +220,8 @@ class Gateway:
                 await asyncio.wait({attempt.turn}, timeout=max(patience, 0.01))
         except AWAY as fault:
             log.warning("call %s of %s was left while Redis is away: %s", attempt.rid, episode, fault)
-            if await asyncio.wait({attempt.turn}, timeout=self.limits.abandon_s) and not attempt.waiting:
+            await asyncio.wait({attempt.turn}, timeout=self.limits.abandon_s)
+            if not attempt.waiting and attempt.left_at == left_at:  # else somebody came back for it
                 self._abandon(attempt)
 
     def _abandon(self, attempt: Attempt) -> None:

@@ -91,10 +91,6 @@ class GroupStats(BaseModel):
     """``episodes`` and ``excluded`` by sampled tokens of an episode, whatever became of them: ``LENGTHS``, by the least
     length of the bin (decimal)."""
 
-    def left_out_share(self) -> dict[str, float]:
-        """Share of the sampled tokens of each kind that the selection left out, in [0, 1]."""
-        return {kind: self.left_out.get(kind, 0) / tokens for kind, tokens in self.sampled_by_kind.items()}
-
 
 def group_stats(
     episodes: Sequence[Played], built: Sequence[Built | None], outcome: GroupAdvantage, micro_steps: Sequence[MicroStep]

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import aiohttp
 import pytest
-from proxy_parts import Harness, World, call_text, until
+from proxy_parts import Harness, ScriptedEngine, World, call_text, until
 
 from infra import keys
 
@@ -18,20 +18,29 @@ async def session() -> AsyncIterator[aiohttp.ClientSession]:
         yield session
 
 
+async def nothing(*_: object) -> None:
+    return
+
+
+async def ask_and_leave(world: World, engine: ScriptedEngine, url: str, key: str) -> None:
+    """Ask for a turn that the engine holds back, and close the connection."""
+    engine.gate.clear()
+    async with aiohttp.ClientSession() as session:
+        left = Harness(url, key, session)
+        left.user("go")
+        asking = asyncio.create_task(left.post(stream=True))
+        await until(lambda: engine.seen, "the engine has the call")
+        asking.cancel()
+    await until(lambda: world.redis.hlen(keys.left_calls("ep")), "the proxy noticed")
+
+
 async def test_a_request_sent_again_to_another_proxy_waits_for_the_first_ones_turn(
     world: World, session: aiohttp.ClientSession
 ) -> None:
     engine = await world.open("a")
     first, second = await world.proxy(), await world.proxy()
     key = await world.key()
-    engine.gate.clear()
-    async with aiohttp.ClientSession() as other:
-        left = Harness(first.url, key, other)
-        left.user("go")
-        asking = asyncio.create_task(left.post(stream=True))
-        await until(lambda: engine.seen, "the engine has the call")
-        asking.cancel()
-    await until(lambda: world.redis.hlen(keys.left_calls("ep")), "the first proxy noticed")
+    await ask_and_leave(world, engine, first.url, key)
     again = Harness(second.url, key, session)
     again.user("go")
     waiting = asyncio.create_task(again.post())
@@ -49,26 +58,25 @@ async def test_a_request_sent_again_to_another_proxy_waits_for_the_first_ones_tu
     assert (await world.records())[1].fork == ""
 
 
-async def test_the_turn_is_sampled_here_when_the_other_proxy_dies(world: World, session: aiohttp.ClientSession) -> None:
+async def test_the_turn_is_sampled_here_when_the_other_proxy_dies(
+    world: World, session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = await world.open("a")
     first, second = await world.proxy(), await world.proxy()
     key = await world.key()
-    engine.gate.clear()
-    async with aiohttp.ClientSession() as other:
-        left = Harness(first.url, key, other)
-        left.user("go")
-        asking = asyncio.create_task(left.post(stream=True))
-        await until(lambda: engine.seen, "the engine has the call")
-        asking.cancel()
-    await until(lambda: world.redis.hlen(keys.left_calls("ep")), "the first proxy noticed")
+    await ask_and_leave(world, engine, first.url, key)
+    monkeypatch.setattr(first.gateway._recorder, "drop", nothing)  # as kill -9 would: nothing is said any more
     for task in [*first.gateway.router._tasks, *first.gateway._running, *first.gateway._background]:
-        task.cancel()  # as kill -9 would: nothing is said any more
+        task.cancel()
+    await until(lambda: not first.gateway._running, "the call is gone")
+    assert await world.redis.hlen(keys.left_calls("ep")) == 1
     engine.gate.set()
     again = Harness(second.url, key, session)
     again.user("go")
     status, body = await again.post()
     assert status == 200, body
     assert len(await world.records()) == 1
+    assert await world.redis.hlen(keys.left_calls("ep")) == 0
 
 
 async def test_turns_of_one_episode_may_alternate_between_proxies(world: World, session: aiohttp.ClientSession) -> None:
