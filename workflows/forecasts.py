@@ -68,10 +68,12 @@ class Durations:
     within_degrees: int = 0
     tokens: int = 0
     seconds: float = 0.0
+    training_tokens_per_s: float = 0.0
+    """What an active second of an episode brings, where that was measured as a whole."""
 
     def observe(self, task: str, seconds: float, tokens: int) -> None:
         """An episode has ended after so many active seconds, and brings so many training tokens."""
-        log = math.log(max(seconds, 1e-3))
+        log = self.log_of(seconds)
         record = self.tasks.setdefault(task, TaskRecord())
         if record.count:
             mean = record.total / record.count
@@ -84,9 +86,15 @@ class Durations:
         self.tokens += tokens
         self.seconds += seconds
 
+    @staticmethod
+    def log_of(seconds: float) -> float:
+        return math.log(max(seconds, 1e-3))
+
     @property
     def tokens_per_s(self) -> float:
         """Training tokens that an active second of an episode brings."""
+        if self.training_tokens_per_s:
+            return self.training_tokens_per_s
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def predict(self, task: str) -> Prediction:

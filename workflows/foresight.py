@@ -46,7 +46,7 @@ class Learned:
         return self.durations.predict_sibling(step.groups[group].task, ended, running, elapsed)
 
     def outlook(self, step: SimulatedStep) -> Outlook:
-        places = max(1, step.running)
+        places = max(1, step.placed)
         queued_before = 0
         groups = []
         for group, unfinished in enumerate(step.left):
@@ -99,14 +99,20 @@ class Clairvoyant:
             work += left
             ends[one.group] = max(ends.get(one.group, 0.0), left / speed)
             tokens[one.group] += int(min(one.work_s, step.work - one.work_at + left) * one.tokens_per_s)
-        places = max(1, step.running)
-        position = 0
-        for group, of in enumerate(step.groups):
-            for episode in of.episodes[step.started[group] :]:
-                left = min(episode.work_s, self.pool.limit_s * speed)
-                work += left
-                ends[group] = max(ends.get(group, 0.0), left / speed * (1 + position / places))
-                tokens[group] += int(left * episode.tokens_per_s)
-                position += 1
+        places = max(1, step.placed)
+        # Those that are starting up have a place; the others wait for one.
+        coming = [(group, number, 0) for group, number in step.starting]
+        queued = [
+            (group, number)
+            for group, of in enumerate(step.groups)
+            for number in range(step.started[group], len(of.episodes))
+        ]
+        coming += [(*one, position) for position, one in enumerate(queued)]
+        for group, number, position in coming:
+            episode = step.groups[group].episodes[number]
+            left = min(episode.work_s, self.pool.limit_s * speed)
+            work += left
+            ends[group] = max(ends.get(group, 0.0), left / speed * (1 + position / places))
+            tokens[group] += int(left * episode.tokens_per_s)
         due = sorted((ends[group], tokens[group]) for group in ends)
         return Outlook(tail_s=max(ends.values(), default=0.0), rollout_s=work / self.pool.capacity, due=due)

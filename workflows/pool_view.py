@@ -60,6 +60,8 @@ class PoolView(Contract):
     """Episodes that one serving cell holds at once."""
     scheduler: SchedulerConfig
     tokens_per_s: float = TOKENS_PER_S
+    rollout_tokens_per_s: float = 0.0
+    """Measured training tokens that an active second of an episode brings; 0: not measured."""
     switch_out_s: float | None = None
     """Measured seconds in which a cell leaves rollout and is ready to train; None: not measured."""
     switch_in_s: float | None = None
@@ -100,4 +102,6 @@ def oldest_training(view: PoolView) -> StepView | None:
 
 
 def already_training(view: PoolView, step: StepView) -> int:
-    return sum(cell.training_step == step.step for cell in view.cells)
+    """Cells that train the step and stay with it: all, unless the cells that served are lost and episodes wait."""
+    training = sum(cell.training_step == step.step for cell in view.cells)
+    return min(training, max(0, len(view.cells) - 1)) if step.unfinished else training

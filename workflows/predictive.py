@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 
 from workflows.pool_view import Decision, Outlook, PoolView, StepView, already_training, assign, oldest_training
 
-UPDATE_WEIGHT: Final = 0.02
+UPDATE_WEIGHT: Final = 0.005
 """What a second until the update costs each cell that is busy anyway: a later update is never for free."""
 LATE: Final = 2.0
 """Groups may come this much later than forecast: a plan's cost is the mean over both."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Segment:
-    """What a cell did from ``start`` to ``end`` (seconds): `serve`, `train`, `wait` (for training work), `switch`."""
+    """What a cell did from ``start`` to ``end`` (seconds): `serve`, `train`, `wait` (for training work), `switch`,
+    `away`."""
 
     cell: int
     start: float
@@ -23,6 +24,10 @@ class Simulated:
     policy: str
     closed_s: list[float] = field(default_factory=list)
     """When each step was closed."""
+    opened_at: list[tuple[int, int]] = field(default_factory=list)
+    """(step, trained version) at each opening."""
+    episodes_of: dict[int, int] = field(default_factory=dict)
+    """Episodes that had ended when a step was closed; its keys are the steps in that order."""
     switches: int = 0
     """Changes between rollout and training, both ways."""
     switches_of_step: dict[int, int] = field(default_factory=dict)
@@ -31,6 +36,10 @@ class Simulated:
     serve_s: float = 0.0
     """Cell-seconds of serving, each counted by how much of a full cell's work it did."""
     cells: int = 1
+    away_s: float = 0.0
+    """Cell-seconds in which cells were not there."""
+    redone_tokens: int = 0
+    """Trained, and again because the replica that had summed them was lost."""
     decisions: int = 0
     reasons: list[tuple[float, str]] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
@@ -49,9 +58,9 @@ class Simulated:
 
     @property
     def utilisation(self) -> float:
-        available = self.cells * self.total_s
+        available = self.cells * self.total_s - self.away_s
         return (self.train_s + self.serve_s) / available if available else 0.0
 
     @property
     def idle_cell_s(self) -> float:
-        return self.cells * self.total_s - self.train_s - self.serve_s
+        return self.cells * self.total_s - self.away_s - self.train_s - self.serve_s

@@ -45,6 +45,8 @@ class SimulatedStep:
         self.queue = deque(group for group, of in enumerate(groups) for _ in of.episodes)
         """Group of each episode that has not started, in the order in which they will."""
         self.running = 0
+        self.starting: list[tuple[int, int]] = []
+        """(group, number in it) of episodes that have a place and have not begun, oldest first."""
         self.work = self.active = 0.0
         self.share = self.speed = 0.0
         """Set by the simulation: share of time in which its episodes have a place, and work per second of each."""
@@ -57,6 +59,8 @@ class SimulatedStep:
         self.open_tokens = self.waiting_tokens = 0
         self.trained_tokens, self.trained_s = 0, 0.0
         self.finishing = False
+        self.updates = 0
+        """Updates begun: one that loses a replica's sum is begun again."""
 
     # --- episodes -------------------------------------------------------------------------------------------------
 
@@ -65,11 +69,21 @@ class SimulatedStep:
         """Episodes that have not started."""
         return len(self.queue)
 
+    @property
+    def placed(self) -> int:
+        """Episodes that have a place."""
+        return self.running + len(self.starting)
+
     def start(self) -> None:
-        """Start the next episode."""
+        """Give the next episode a place; ``begin`` follows when it has started up."""
         group = self.queue.popleft()
-        episode = self.groups[group].episodes[self.started[group]]
+        self.starting.append((group, self.started[group]))
         self.started[group] += 1
+
+    def begin(self) -> None:
+        """The episode that was given a place first asks its first question."""
+        group, number = self.starting.pop(0)
+        episode = self.groups[group].episodes[number]
         self.serial += 1
         self.first_start.setdefault(group, self.active)
         self.alive[self.serial] = Started(group, self.work, self.active, episode.tokens_per_s, episode.work_s)
@@ -143,6 +157,20 @@ class SimulatedStep:
         self.open_tokens -= tokens
         self.trained_tokens += tokens
         self.trained_s += seconds
+
+    def lose(self, incarnation: str) -> int:
+        """A replica is lost, and with it its sum: its micro-steps wait again. Returns the tokens that were summed."""
+        trainer = self.ledger.trainers.get(incarnation)
+        if trainer is None:
+            return 0
+        summed = self.ledger.tokens(trainer.summed)
+        self.waiting_tokens += summed + self.ledger.tokens(trainer.claimed)
+        self.open_tokens += summed
+        self.ledger.lose(incarnation)
+        if self.finishing:
+            self.finishing = False
+            self.updates += 1
+        return summed
 
     @property
     def measured_tokens_per_s(self) -> float:

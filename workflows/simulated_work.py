@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from pydantic import Field
 
@@ -33,12 +33,27 @@ Steps = list[list[SimulatedGroup]]
 """Steps, in order, of groups, in order."""
 
 
+class Absence(Contract):
+    """A cell that is not there for a while, or for good, or that comes only later."""
+
+    cell: int = Field(ge=0)
+    at_s: float = Field(default=0.0, ge=0)
+    """When it is gone, as seen by the scheduler."""
+    for_s: float = Field(default=math.inf, gt=0)
+    asked: bool = False
+    """It was taken out of the pool: one that trains stays until its step is closed. Else it was lost, and with it the
+    gradient sum that it held."""
+
+
 class PoolModel(Contract):
     """Cells and what they cost. Seconds, unless a name says otherwise."""
 
     cells: int = Field(ge=1)
     capacity: int = Field(ge=1)
     """Episodes that one serving cell holds at once."""
+    slots: int = Field(default=0, ge=0)
+    """Episodes that run at once, whatever serves: more than serving cells hold slow each other down further, by the
+    same law. 0: as many as serving cells hold."""
     train_tokens_per_s: float = Field(gt=0)
     """Training throughput of one cell."""
     switch_out_s: float = Field(default=0.0, ge=0)
@@ -47,6 +62,10 @@ class PoolModel(Contract):
     """Training to rollout."""
     publish_s: float = Field(default=0.0, ge=0)
     """A serving (or training) cell takes over a new weight version."""
+    open_s: float = Field(default=0.0, ge=0)
+    """From the commit that lets a step open (or the run's start) until its first episodes start."""
+    start_s: float = Field(default=0.0, ge=0)
+    """Start-up of an episode: it has a place, and asks nothing of the cell. Not charged to its budget."""
     update_s: float = Field(default=0.0, ge=0)
     """Optimizer step, candidate and commit, when everything is trained."""
     gather_s: float = Field(default=0.0, ge=0)
@@ -54,17 +73,39 @@ class PoolModel(Contract):
     move_s: float = Field(default=0.0, ge=0)
     """What an episode loses when its cell leaves rollout: the recomputed prefix."""
     grade_s: float = Field(default=0.0, ge=0)
-    """From the end of a group's last episode to its micro-steps."""
+    """From the end of a group's last episode to its micro-steps: grading and processing."""
+    claim_overhead_s: float = Field(default=0.0, ge=0)
+    """What a claim of a training cell takes beyond its tokens."""
     limit_s: float = Field(default=math.inf, gt=0)
     """Active budget of an episode; what the proxy holds it for doesn't count."""
     solo_speedup: float = Field(default=1.0, ge=1)
     micro_step_tokens: int = Field(default=1_000_000, ge=1)
     poll_s: float = Field(default=0.1, ge=0)
     """How often the policy looks."""
+    absences: list[Absence] = []
 
     def speed(self, occupied: float) -> float:
-        """Work per second of an episode when this share of its cell's places is taken."""
-        return 1 / (1 / self.solo_speedup + (1 - 1 / self.solo_speedup) * min(1.0, occupied))
+        """Work per second of an episode when this share of its cell's places is taken: above 1 only with ``slots``."""
+        occupied = occupied if self.slots else min(1.0, occupied)
+        return 1 / (1 / self.solo_speedup + (1 - 1 / self.solo_speedup) * occupied)
+
+    @property
+    def throughput(self) -> float:
+        """Seconds of a full cell's work that a serving cell does in a second at most."""
+        occupied = max(1.0, self.slots / self.capacity)
+        return occupied * self.speed(occupied)
+
+
+class Pipeline(NamedTuple):
+    """What overlaps. gyre overlaps both; a baseline may not."""
+
+    fills: bool = True
+    """A later step's episodes start on places that this step's tail leaves free; else when its last one has ended."""
+    streams: bool = True
+    """Training starts with the first finished group; else when the whole step has been rolled out."""
+
+
+OVERLAPPED: Final = Pipeline()
 
 
 class DrawnWork(Contract):
@@ -136,10 +177,10 @@ def lower_bounds(pool: PoolModel, steps: Steps, max_staleness: int) -> Bounds:
                 max(0.0, work * episode.tokens_per_s - 1) for work, episode in zip(least, group.episodes, strict=True)
             )
             tokens += group_tokens
-            last = max(done) / pool.solo_speedup + pool.grade_s
+            last = pool.start_s + max(done) / pool.solo_speedup + pool.grade_s
             longest = max(longest, last + group_tokens / pool.train_tokens_per_s / pool.cells)
-        works.append((rollout / pool.capacity + tokens / pool.train_tokens_per_s) / pool.cells)
-        chains.append(longest + pool.update_s)
+        works.append((rollout / pool.capacity / pool.throughput + tokens / pool.train_tokens_per_s) / pool.cells)
+        chains.append(pool.open_s + longest + pool.update_s)
     if max_staleness == 0:
         together = [max(work, chain) for work, chain in zip(works, chains, strict=True)]
         return Bounds(work_s=sum(works), chain_s=sum(together))

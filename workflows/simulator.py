@@ -13,41 +13,28 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from heapq import heappop, heappush
 from itertools import count
+from typing import Final
 
 from workflows.configuration import SchedulerConfig
 from workflows.foresight import Foresight, Learned
 from workflows.orders import TrainerReady
-from workflows.policies import Assignment, CellView, Outlook, PoolView, StepView, decide
+from workflows.policies import Assignment, decide
 from workflows.pool_view import TOKENS_PER_S
-from workflows.simulated_run import Segment, Simulated
+from workflows.simulated_cells import Record, SimulatedCell
+from workflows.simulated_run import Simulated
 from workflows.simulated_step import SimulatedStep
-from workflows.simulated_work import PoolModel, Steps
+from workflows.simulated_view import Viewer
+from workflows.simulated_work import OVERLAPPED, Absence, Pipeline, PoolModel, Steps
 
-ROLLOUT = Assignment()
+FIRST_TOKENS_PER_S: Final = 1000.0
+"""By which a run's first claim is measured (`StepInput.tokens_per_s`)."""
 
 
 class Stranded(RuntimeError):
     """Nothing more would ever happen, and work is left: a policy has stranded it."""
-
-
-@dataclass
-class SimulatedCell:
-    name: str
-    assigned: Assignment = ROLLOUT
-    """What the scheduler told it last."""
-    version: int = 0
-    """Weight version it was told last."""
-    holds: Assignment = ROLLOUT
-    """What it is."""
-    holds_version: int = 0
-    moving: bool = False
-    incarnation: int = 0
-    busy: bool = False
-    """Trains a claim."""
 
 
 def simulate(
@@ -58,51 +45,65 @@ def simulate(
     max_staleness: int = 0,
     foresight: Foresight | None = None,
     longest_first: bool | None = None,
+    pipeline: Pipeline = OVERLAPPED,
     timeline: bool = False,
 ) -> Simulated:
     """Run all ``steps``. ``longest_first``: admit the groups expected to take longest first; None: the policy's way.
 
     Raises Stranded when a policy leaves work that would never be done.
     """
-    return _Simulation(
-        pool, steps, scheduler, max_staleness, foresight, longest_first=longest_first, timeline=timeline
+    return Simulation(
+        pool,
+        steps,
+        scheduler,
+        max_staleness,
+        foresight,
+        longest_first=longest_first,
+        pipeline=pipeline,
+        timeline=timeline,
     ).run()
 
 
-class _Simulation:
+class Simulation:
+    """One run; `simulate` is how to make it."""
+
     def __init__(
         self,
         pool: PoolModel,
         steps: Steps,
         scheduler: SchedulerConfig,
         max_staleness: int,
-        foresight: Foresight | None,
+        foresight: Foresight | None = None,
         *,
-        longest_first: bool | None,
-        timeline: bool,
+        longest_first: bool | None = None,
+        pipeline: Pipeline = OVERLAPPED,
+        timeline: bool = False,
     ) -> None:
         self.pool, self.work, self.scheduler, self.max_staleness = pool, steps, scheduler, max_staleness
-        self.predicts = scheduler.policy == "predictive"
         self.foresight: Foresight = foresight or Learned(pool)
-        self.longest_first = self.predicts if longest_first is None else longest_first
-        self.timeline = timeline
+        self.longest_first = scheduler.policy == "predictive" if longest_first is None else longest_first
+        self.pipeline, self.timeline = pipeline, timeline
         self.now = 0.0
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.serials = count()
-        self.cells = [SimulatedCell(f"cell-{i:02d}") for i in range(pool.cells)]
+        self.cells = [SimulatedCell(index) for index in range(pool.cells)]
         self.open: list[SimulatedStep] = []
         self.version = self.opened = 0
         self.tokens_per_s = TOKENS_PER_S
+        self.step_tokens_per_s = FIRST_TOKENS_PER_S
+        """Of the last step that was closed."""
         self.pending_decision = False
         self.looked_at = -math.inf
-        self.outlooks: dict[int, tuple[float, int, Outlook]] = {}
-        self.cell_views: dict[tuple[str, int, bool], CellView] = {}
         self.result = Simulated(scheduler.policy, cells=pool.cells)
-        self.since = [(0.0, "serve", -1)] * pool.cells
+        self.record = Record(self.result, timeline=timeline)
+        self.viewer = Viewer(pool, scheduler, self.foresight)
 
     # --- time -----------------------------------------------------------------------------------------------------
 
     def run(self) -> Simulated:
+        for absence in self.pool.absences:
+            self._at(absence.at_s, partial(self._leave, absence))
+            self._at(absence.at_s + absence.for_s, partial(self._come, absence))
         self._open_steps()
         while len(self.result.closed_s) < len(self.work):
             due, step = self._next_end()
@@ -120,23 +121,27 @@ class _Simulation:
         return self.result
 
     def _after(self, seconds: float, act: Callable[[], None]) -> None:
-        heappush(self.events, (self.now + seconds, next(self.serials), act))
+        self._at(self.now + seconds, act)
+
+    def _at(self, at: float, act: Callable[[], None]) -> None:
+        if at < math.inf:
+            heappush(self.events, (at, next(self.serials), act))
 
     def _serving(self) -> int:
-        return sum(not cell.moving and cell.holds.step < 0 for cell in self.cells)
+        return sum(cell.serves for cell in self.cells)
 
     def _rates(self) -> float:
         """Set every step's rates; returns the cells' worth of work that is being done."""
         serving = self._serving()
         seats = serving * self.pool.capacity
-        left = seats
+        left = self.pool.slots or seats
         for step in self.open:
             taken = min(step.running, left)
             step.share = taken / step.running if step.running else 0.0
             left -= taken
         if not seats:
             return 0.0
-        occupied = (seats - left) / seats
+        occupied = ((self.pool.slots or seats) - left) / seats
         speed = self.pool.speed(occupied)
         for step in self.open:
             step.speed = speed * step.share
@@ -165,22 +170,33 @@ class _Simulation:
 
     def _open_steps(self) -> None:
         while self.opened < len(self.work) and self.opened - self.version <= self.max_staleness:
-            step = SimulatedStep(self.opened, self.work[self.opened], self.pool)
-            if self.longest_first:
-                step.queue = deque(self.foresight.starts(step))
-            self.open.append(step)
+            if self.pool.open_s:
+                self._after(self.pool.open_s, partial(self._open, self.opened))
+            else:
+                self._open(self.opened)
             self.opened += 1
+
+    def _open(self, number: int) -> None:
+        step = SimulatedStep(number, self.work[number], self.pool)
+        if self.longest_first:
+            step.queue = deque(self.foresight.starts(step))
+        self.open.append(step)
+        self.result.opened_at.append((number, self.version))
         self._admit()
         self._look()
 
     def _admit(self) -> None:
         """Free places go to the oldest step that has episodes waiting."""
-        free = self._serving() * self.pool.capacity - sum(step.running for step in self.open)
+        free = (self.pool.slots or self._serving() * self.pool.capacity) - sum(step.placed for step in self.open)
         for step in self.open:
             while free > 0 and step.queued:
                 step.start()
                 free -= 1
-            if step.queued:
+                if self.pool.start_s:
+                    self._after(self.pool.start_s, step.begin)
+                else:
+                    step.begin()
+            if step.queued or (step.unfinished and not self.pipeline.fills):
                 break
 
     def _end_episodes(self, step: SimulatedStep) -> None:
@@ -205,29 +221,34 @@ class _Simulation:
     def _claim(self, step: SimulatedStep) -> None:
         """As `gyre.Step` does: an equal share of what waits to every idle trainer, a claim's worth at most."""
         ledger = step.ledger
+        if not self.pipeline.streams and step.processed < len(step.groups):
+            return
         while ledger.waiting and ledger.idle:
             for trainer in ledger.idle:
                 if not ledger.waiting:
                     break
                 share = step.waiting_tokens // max(1, len(ledger.idle)) + 1
-                limit = int(self.scheduler.claim_s * (step.measured_tokens_per_s or 1000.0))
+                limit = int(self.scheduler.claim_s * (step.measured_tokens_per_s or self.step_tokens_per_s))
                 refs = ledger.claim(trainer.ready.incarnation, min(share, limit))
                 tokens = ledger.tokens(refs)
                 step.waiting_tokens -= tokens
-                index = next(i for i, cell in enumerate(self.cells) if cell.name == trainer.ready.cell)
+                index = next(cell.index for cell in self.cells if cell.name == trainer.ready.cell)
                 self._mark(index, "train", step.number)
-                seconds = tokens / self.pool.train_tokens_per_s
+                seconds = tokens / self.pool.train_tokens_per_s + self.pool.claim_overhead_s
                 self.result.train_s += seconds
                 self._after(seconds, self._claimed(step, trainer.ready.incarnation, index, tokens, seconds))
         if step.complete and not step.finishing:
             step.finishing = True
             used = sum(bool(trainer.summed) for trainer in ledger.trainers.values() if trainer is not ledger.core)
-            self._after(self.pool.update_s + used * self.pool.gather_s, lambda: self._close(step))
+            self._after(self.pool.update_s + used * self.pool.gather_s, partial(self._updated, step, step.updates))
 
     def _claimed(
         self, step: SimulatedStep, incarnation: str, index: int, tokens: int, seconds: float
     ) -> Callable[[], None]:
         def done() -> None:
+            if incarnation not in step.ledger.trainers:
+                self.result.redone_tokens += tokens
+                return
             step.ledger.done(incarnation)
             step.trained(tokens, seconds)
             if step.measured_tokens_per_s:
@@ -238,12 +259,50 @@ class _Simulation:
 
         return done
 
-    def _close(self, step: SimulatedStep) -> None:
+    def _updated(self, step: SimulatedStep, update: int) -> None:
+        if update != step.updates or step not in self.open:
+            return
         self.version += 1
+        self.step_tokens_per_s = step.measured_tokens_per_s or self.step_tokens_per_s
         self.open.remove(step)
-        self.outlooks.pop(step.number, None)
         self.result.closed_s.append(self.now)
+        self.result.episodes_of[step.number] = step.total - step.unfinished
+        for cell in self.cells:
+            if cell.leaving:
+                self._gone(cell)
         self._open_steps()
+        self._look()
+
+    def _lose(self, cell: SimulatedCell) -> None:
+        """What it has summed for open steps waits again."""
+        for step in self.open:
+            incarnation = cell.incarnation(step.number)
+            self.result.redone_tokens += step.lose(incarnation)
+            self._claim(step)
+
+    # --- cells that come and go -----------------------------------------------------------------------------------
+
+    def _leave(self, absence: Absence) -> None:
+        cell = self.cells[absence.cell]
+        if absence.asked and any(step.number == cell.assigned.step for step in self.open):
+            cell.leaving = True
+        else:
+            self._gone(cell)
+
+    def _gone(self, cell: SimulatedCell) -> None:
+        if cell.serves:
+            self._stall()
+        cell.leave()
+        self._lose(cell)
+        self._mark(cell.index, "away")
+        self._look()
+
+    def _come(self, absence: Absence) -> None:
+        cell = self.cells[absence.cell]
+        if cell.away:
+            cell.come()
+        cell.leaving = False
+        self._look()
 
     # --- roles ----------------------------------------------------------------------------------------------------
 
@@ -254,10 +313,12 @@ class _Simulation:
 
     def _decide(self) -> None:
         self.pending_decision, self.looked_at = False, self.now
-        decision = decide(self._view())
+        decision = decide(self.viewer.view(self.now, self.cells, self.open, self.tokens_per_s))
         self.result.decisions += 1
         changed = False
-        for index, cell in enumerate(self.cells):
+        for cell in self.cells:
+            if cell.away:
+                continue
             wanted = decision.assignments[cell.name]
             keeps = wanted.step >= 0 or cell.version == self.version
             if wanted == cell.assigned and keeps:
@@ -269,7 +330,7 @@ class _Simulation:
                 self.result.switches_of_step[step] = self.result.switches_of_step.get(step, 0) + 1
             cell.assigned, cell.version = wanted, self.version
             if not cell.moving:
-                self._move(index)
+                self._move(cell)
         self._check(decision.reason)
         if changed and self.timeline:
             self.result.reasons.append((self.now, decision.reason))
@@ -279,43 +340,56 @@ class _Simulation:
         if not self.open:
             return
         oldest = self.open[0]
-        trainers = sum(cell.assigned.step == oldest.number for cell in self.cells)
-        if not trainers and not oldest.unfinished and oldest.ledger.waiting:
+        present = [cell for cell in self.cells if not cell.away]
+        trainers = sum(cell.assigned.step == oldest.number for cell in present)
+        if present and not trainers and not oldest.unfinished and oldest.ledger.waiting:
             self.result.faults.append(f"{self.now:.1f} s, nobody trains: {reason}")
-        places = sum(cell.assigned.step < 0 for cell in self.cells) * self.pool.capacity
-        needed = min(oldest.running, len(self.cells) * self.pool.capacity)
-        if places < needed and self.scheduler.policy != "async":
+        # Where cells have been lost, those that train stay: what is left has to do, but something has to be left.
+        serving = len(present) - trainers
+        needed = min(1, oldest.unfinished) if self.pool.absences else math.ceil(oldest.running / self.pool.capacity)
+        if serving < min(needed, len(present)) and self.scheduler.policy != "async":
             self.result.faults.append(f"{self.now:.1f} s, too few serve: {reason}")
 
-    def _move(self, index: int) -> None:
+    def _stall(self) -> None:
+        """What a cell that doesn't serve any more held is computed again on the others."""
+        if self.pool.move_s:
+            lost = self.pool.move_s / max(1, self._serving())
+            for step in self.open:
+                step.stall(lost)
+
+    def _move(self, cell: SimulatedCell) -> None:
         """Bring a cell into the state that it was told: what `gyre.Cell` does until it holds."""
-        cell, pool = self.cells[index], self.pool
-        wanted, version = cell.assigned, cell.version
-        if cell.holds.step < 0 <= wanted.step:
+        pool, wanted, version, life = self.pool, cell.assigned, cell.version, cell.life
+        trained = cell.holds.step >= 0
+        if cell.cold:
+            seconds = pool.switch_in_s if wanted.step < 0 else pool.switch_out_s
+        elif not trained and wanted.step >= 0:
             seconds = pool.switch_out_s
-            if pool.move_s:
-                lost = pool.move_s / max(1, self._serving())
-                for step in self.open:
-                    step.stall(lost)
-        elif wanted.step < 0 <= cell.holds.step:
+            self._stall()
+        elif trained and wanted.step < 0:
             seconds = pool.switch_in_s
-        elif wanted.step >= 0 and cell.holds.step == wanted.step:
-            seconds = 0.0
+            if any(step.number == cell.holds.step for step in self.open):
+                self._lose(cell)
+                cell.life = life = life + 1
+        elif trained and cell.holds.step == wanted.step:
+            seconds = pool.switch_out_s if wanted.core and not cell.holds.core else 0.0
         else:
             seconds = pool.publish_s
         cell.moving = True
-        cell.incarnation += 1
-        self._mark(index, "switch")
+        cell.epoch += 1
+        self._mark(cell.index, "switch")
 
         def arrived() -> None:
-            cell.moving, cell.holds, cell.holds_version = False, wanted, version
+            if cell.life != life or cell.away:
+                return
+            cell.moving, cell.cold, cell.holds = False, False, wanted
             if cell.assigned != wanted or (wanted.step < 0 and cell.version != version):
-                self._move(index)
+                self._move(cell)
             elif wanted.step < 0:
-                self._mark(index, "serve")
+                self._mark(cell.index, "serve")
                 self._admit()
             else:
-                self._mark(index, "wait", wanted.step)
+                self._mark(cell.index, "wait", wanted.step)
                 self._join(cell, wanted)
             self._look()
 
@@ -327,8 +401,8 @@ class _Simulation:
                 step.ledger.join(
                     TrainerReady(
                         cell=cell.name,
-                        incarnation=f"{cell.name}#{wanted.step}",
-                        epoch=cell.incarnation,
+                        incarnation=cell.incarnation(wanted.step),
+                        epoch=cell.epoch,
                         core=wanted.core,
                         running=0,
                     )
@@ -336,80 +410,11 @@ class _Simulation:
                 self._claim(step)
 
     def _mark(self, index: int, what: str, step: int = -1) -> None:
-        start, before, of = self.since[index]
-        if (what, step) == (before, of):
-            return
-        if self.timeline and self.now > start:
-            self.result.segments.append(Segment(index, start, self.now, before, of))
-        self.since[index] = (self.now, what, step)
-
-    # --- what the policy sees -------------------------------------------------------------------------------------
-
-    def _view(self) -> PoolView:
-        pool = self.pool
-        cells = [self._cell_view(cell) for cell in self.cells]
-        steps = []
-        for step in self.open:
-            steps.append(
-                StepView.model_construct(
-                    step=step.number,
-                    train=True,
-                    unfinished=step.unfinished,
-                    total=step.total,
-                    ready=len(step.ledger.open_refs),
-                    ready_tokens=step.open_tokens,
-                    outlook=self._outlook(step) if self.predicts and self._room() else None,
-                )
-            )
-        return PoolView.model_construct(
-            run="simulated",
-            cells=cells,
-            steps=steps,
-            capacity=pool.capacity,
-            scheduler=self.scheduler,
-            tokens_per_s=self.tokens_per_s,
-            switch_out_s=pool.switch_out_s,
-            switch_in_s=pool.switch_in_s,
-            solo_speedup=pool.solo_speedup,
-        )
-
-    def _cell_view(self, cell: SimulatedCell) -> CellView:
-        key = (cell.name, cell.assigned.step, cell.assigned.core)
-        if key not in self.cell_views:
-            self.cell_views[key] = CellView(cell=cell.name, training_step=cell.assigned.step, core=cell.assigned.core)
-        return self.cell_views[key]
-
-    def _room(self) -> bool:
-        """Whether the policy has anything to choose: otherwise no forecast is made."""
-        first = self.open[0] if self.open else None
-        return first is not None and first.unfinished <= (len(self.cells) - 1) * self.pool.capacity
-
-    def _outlook(self, step: SimulatedStep) -> Outlook:
-        """Made anew when a group has ended or a while has passed."""
-        known = self.outlooks.get(step.number)
-        if known is not None and known[1] == step.processed and self.now < known[0]:
-            return known[2]
-        outlook = self.foresight.outlook(step)
-        again = self.now + max(self.pool.poll_s, outlook.tail_s / 50)
-        self.outlooks[step.number] = (again, step.processed, outlook)
-        return outlook
+        self.record.mark(self.now, index, what, step)
 
     def _describe(self) -> str:
-        cells = ", ".join(f"{cell.name} {cell.holds.step}" for cell in self.cells)
+        cells = ", ".join(f"{cell.name} {'away' if cell.away else cell.holds.step}" for cell in self.cells)
         steps = ", ".join(
             f"step {s.number}: {s.unfinished} unfinished, {len(s.ledger.waiting)} wait" for s in self.open
         )
         return f"{steps}; {cells}"
-
-
-def best_split(
-    pool: PoolModel, steps: Steps, scheduler: SchedulerConfig, *, max_staleness: int = 0, search_steps: int = 8
-) -> int:
-    """Training cells of the static split that finishes soonest, over the first ``search_steps`` steps."""
-    if pool.cells == 1:
-        return 1
-    times: dict[int, float] = {}
-    for training in range(1, pool.cells):
-        split = scheduler.model_copy(update={"policy": "async", "training_cells": training})
-        times[training] = simulate(pool, steps[:search_steps], split, max_staleness=max_staleness).total_s
-    return min(times, key=lambda training: times[training])

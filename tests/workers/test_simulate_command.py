@@ -12,12 +12,14 @@ from typer.testing import CliRunner
 from infra.blobs import BlobStore
 from workers.cli import app
 from workers.errors import UsageError
-from workers.simulate.compare import compare
+from workers.simulate.compare import batchwise, best_split, compare, priced
 from workers.simulate.export import export_trace
 from workers.simulate.fitting import Hypothesis, fits
+from workers.simulate.tables import lines_of
 from workers.simulate.trace import TracedEpisode, read_trace, steps_of, works_of
-from workers.simulate.workloads import PUBLISHED, PUBLISHED_HOURS, WORKLOADS, Range
-from workflows.simulated_work import PoolModel
+from workers.simulate.workloads import PUBLISHED, PUBLISHED_HOURS, WORKLOADS, Range, explanation
+from workflows.configuration import SchedulerConfig
+from workflows.simulated_work import PoolModel, SimulatedEpisode, SimulatedGroup, Steps
 from workflows.simulator import simulate
 
 COLD = {"cells": 2, "capacity": 2, "train_tokens_per_s": 100.0}
@@ -65,6 +67,29 @@ def test_a_trace_is_simulated_under_every_policy_and_drawn(tmp_path: Path) -> No
     assert "lower bound" in gyre("--trace", str(trace), *options)
 
 
+def test_fixed_seconds_losses_and_sizes_are_options(tmp_path: Path) -> None:
+    trace = lines(tmp_path / "trace.jsonl")
+    options = ["--trace", str(trace), "--cells", "2", "--capacity", "2", "--training", "100", "--poll", "0", "--json"]
+
+    def total(*more: str) -> float:
+        (compared,) = json.loads(gyre(*options, *more))["compared"]
+        return float(compared["policies"]["colocate"]["total_s"])
+
+    plain = total()
+    assert total("--open", "5", "--update", "3") == pytest.approx(plain + 2 * 8)
+    assert total("--grade", "30") > plain
+    # What is said to be start-up is no longer work.
+    assert total("--start", "4") == pytest.approx(plain)
+    small = ["--claim", "0.05", "--micro-step", "100"]
+    assert total(*small, "--overhead", "1") > total(*small)
+    assert total("--lose", "1@2") > total("--lose", "1@2:20") > plain
+    assert total(*small, "--resize", "4@60") < total(*small) < total(*small, "--resize", "1@60")
+    for words in (["--lose", "5@1"], ["--lose", "x"], ["--resize", "0@5"], ["--resize", "3"]):
+        result = CliRunner().invoke(app, ["simulate", *options, *words])
+        assert result.exit_code == 2, words
+        assert words[0] in result.stderr
+
+
 def test_a_trace_without_its_pool_or_with_a_broken_line_is_refused_by_name(tmp_path: Path) -> None:
     trace = lines(tmp_path / "trace.jsonl")
     result = CliRunner().invoke(app, ["simulate", "--trace", str(trace), "--cells", "2"])
@@ -92,14 +117,13 @@ def test_every_parameter_of_a_workload_says_where_it_is_from() -> None:
 
 def test_the_fitted_workload_reproduces_the_published_baselines() -> None:
     """And only those were fitted: nothing here holds the watermark policy against anything."""
-    workload = WORKLOADS["nl2repobench-2.4t"]
-    steps = workload.work.draw()
-    for policy in ("async", "colocate"):
-        from workers.simulate.compare import priced
-
-        config = priced(workload.pool).model_copy(update={"policy": policy, "training_cells": workload.split})
-        hours = simulate(workload.pool, steps, config, max_staleness=workload.max_staleness).total_s / 3600
-        assert hours == pytest.approx(PUBLISHED_HOURS[policy], rel=0.01)
+    for staleness in (0, 1):
+        pool, drawn, split = WORKLOADS["nl2repobench-2.4t"].at(staleness)
+        steps = drawn.draw()
+        for policy in ("async", "colocate"):
+            config = priced(pool).model_copy(update={"policy": policy, "training_cells": split})
+            run = simulate(pool, steps, config, max_staleness=staleness, pipeline=batchwise(staleness))
+            assert run.total_s / 3600 == pytest.approx(PUBLISHED_HOURS[policy], rel=0.01), staleness
 
 
 def test_a_fit_gets_back_the_share_of_training_that_made_the_times() -> None:
@@ -116,6 +140,42 @@ def test_a_figure_within_a_published_range_has_no_error() -> None:
     assert published.error(1.5) == 0
     assert published.error(0.6) == pytest.approx(-0.5)
     assert published.error(3.6) == pytest.approx(1.0)
+
+
+def test_the_best_split_is_the_best() -> None:
+    group = SimulatedGroup("task", (SimulatedEpisode(10.0, 1000.0),) * 2)
+    steps: Steps = [[group] * 4] * 2
+    pool = PoolModel(**{**COLD, "cells": 4}, switch_out_s=4, switch_in_s=2, update_s=3, micro_step_tokens=500, poll_s=0)
+    times = {}
+    for cells in (1, 2, 3):
+        split = SchedulerConfig(policy="async", training_cells=cells)
+        times[cells] = simulate(pool, steps, split).total_s
+    assert best_split(pool, steps, SchedulerConfig()) == min(times, key=lambda cells: times[cells])
+
+
+def test_baselines_that_overlap_steps_are_told_from_batchwise_ones_and_from_the_bound() -> None:
+    """A tail that the next step's episodes fill leaves nothing to win; one that stays empty does."""
+    groups = [
+        SimulatedGroup("short", (SimulatedEpisode(10.0, 1.0),) * 2),
+        SimulatedGroup("long", (SimulatedEpisode(90.0, 1.0),)),
+    ]
+    pool = PoolModel(**COLD, poll_s=0)
+    on_policy, overlapped = (compare(pool, [groups] * 6, max_staleness=level) for level in (0, 1))
+    assert on_policy.batchwise == {}
+    assert overlapped.usual("colocate").total_s == pytest.approx(on_policy.runs["colocate"].total_s)
+    assert overlapped.runs["colocate"].total_s < 0.9 * overlapped.usual("colocate").total_s
+    found = overlapped.as_json()
+    for over in ("colocate", "async"):
+        assert found["at_most"][over] >= found["policies"]["predictive"]["speedup"][over] - 1e-9
+    (table,) = [line for line in lines_of(found) if "no schedule" in line]
+    assert f"{found['at_most']['colocate']:.2f}× colocate" in table
+
+
+def test_an_error_above_a_tenth_says_what_would_explain_it() -> None:
+    for over in ("async", "colocate"):
+        assert explanation(over, 0.05, 1) == ""
+        assert explanation(over, 0.2, 1)
+        assert explanation(over, -0.2, 0)
 
 
 def test_predictive_is_not_worse_than_the_watermark_rule_on_the_named_workloads() -> None:
@@ -164,7 +224,7 @@ def test_the_commands_of_the_simulators_page_run(tmp_path: Path, monkeypatch: py
     lines(tmp_path / "trace.jsonl")
     text = (Path(__file__).parents[2] / "docs/simulator.md").read_text(encoding="utf-8")
     commands = [line.split()[2:] for line in text.splitlines() if line.startswith("    gyre simulate ")]
-    assert len(commands) == 3
+    assert len(commands) == 4
     for words in commands:
         assert gyre(*words, *([] if "--trace" in words else ["--steps", "1"]))
     assert (tmp_path / "cells.png").exists()

@@ -63,6 +63,52 @@ def test_no_policy_leaves_unfinished_episodes_without_a_serving_cell(view: PoolV
         assert serving
 
 
+@given(views(), st.integers(0, 6))
+def test_when_serving_cells_are_lost_somebody_still_serves(view: PoolView, left: int) -> None:
+    """Whoever is left, though all of them train: episodes of the oldest step would hold for ever, and with them it."""
+    oldest = next((step for step in view.steps if step.train), None)
+    if oldest is None or not oldest.unfinished:
+        return
+    cells = [CellView(cell=f"cell-{i}", training_step=oldest.step, core=i == 0) for i in range(left)]
+    decision = decide(view.model_copy(update={"cells": cells}))
+    assert not left or any(assignment.step < 0 for assignment in decision.assignments.values())
+
+
+@st.composite
+def progress(draw: st.DrawFn) -> tuple[PoolView, list[tuple[int, int, int]]]:
+    """A pool whose cells all serve, and how one step's counts go on: (unfinished, ready, queued of the next step)."""
+    view = draw(views())
+    total = draw(st.integers(1, 200))
+    unfinished = sorted(draw(st.lists(st.integers(0, total), max_size=12)), reverse=True)
+    counts = [(left, draw(st.integers(0, 40)), draw(st.integers(0, 200))) for left in [total, *unfinished, 0]]
+    cells = [CellView(cell=cell.cell) for cell in view.cells]
+    return view.model_copy(update={"cells": cells, "steps": []}), counts
+
+
+@given(progress())
+def test_while_a_step_goes_on_no_cell_comes_back_from_it_and_it_is_trained_in_the_end(
+    case: tuple[PoolView, list[tuple[int, int, int]]],
+) -> None:
+    """Whatever waits, and whatever the next step has queued: as many switches as cells at most."""
+    view, counts = case
+    total, trained = counts[0][0], set[str]()
+    for unfinished, ready, queued in counts:
+        steps = [
+            StepView(step=0, train=True, unfinished=unfinished, total=total, ready=ready, ready_tokens=ready * 5000),
+            StepView(step=1, train=True, unfinished=queued, total=200, ready=0),
+        ]
+        assignments = decide(view.model_copy(update={"steps": steps})).assignments
+        now = {cell for cell, assignment in assignments.items() if assignment.step == 0}
+        assert trained <= now
+        trained = now
+        cells = [
+            CellView(cell=cell, training_step=assignment.step, core=assignment.core)
+            for cell, assignment in assignments.items()
+        ]
+        view = view.model_copy(update={"cells": cells})
+    assert sum(assignment.core for assignment in assignments.values()) == 1
+
+
 @given(views())
 def test_a_step_without_unfinished_episodes_has_a_core(view: PoolView) -> None:
     oldest = next((step for step in view.steps if step.train), None)

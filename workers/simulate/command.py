@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,9 +12,7 @@ from workers.errors import UsageError
 from workers.printing import Json, console, show
 
 if TYPE_CHECKING:
-    from workers.simulate.compare import Comparison
     from workers.simulate.workloads import Workload
-    from workflows.simulated_work import Steps
 
 
 async def simulate(
@@ -26,11 +23,39 @@ async def simulate(
     steps: Annotated[int | None, typer.Option(min=1, help="Steps to simulate.")] = None,
     cells: Annotated[int | None, typer.Option(min=1, help="Cells of the pool.")] = None,
     capacity: Annotated[int | None, typer.Option(min=1, help="Episodes that a serving cell holds at once.")] = None,
+    slots: Annotated[
+        int | None,
+        typer.Option(min=0, help="Episodes that run at once, whatever serves; left out, those of --capacity."),
+    ] = None,
     training: Annotated[float | None, typer.Option(help="Tokens per second that one cell trains.")] = None,
     switch_out: Annotated[float | None, typer.Option(min=0, help="Seconds from rollout to training.")] = None,
     switch_in: Annotated[float | None, typer.Option(min=0, help="Seconds from training to rollout.")] = None,
     publish: Annotated[float | None, typer.Option(min=0, help="Seconds in which a cell takes new weights.")] = None,
     update: Annotated[float | None, typer.Option(min=0, help="Seconds of the optimizer step and its commit.")] = None,
+    gather: Annotated[float | None, typer.Option(min=0, help="Seconds added to the update for each satellite.")] = None,
+    opening: Annotated[
+        float | None,
+        typer.Option("--open", min=0, help="Seconds from a commit to the first episodes of the next step."),
+    ] = None,
+    start: Annotated[
+        float | None, typer.Option(min=0, help="Start-up of an episode, not charged to its budget.")
+    ] = None,
+    grade: Annotated[float | None, typer.Option(min=0, help="Seconds to grade and process a group.")] = None,
+    move: Annotated[
+        float | None, typer.Option(min=0, help="Seconds that a drained cell's episodes compute again.")
+    ] = None,
+    overhead: Annotated[float | None, typer.Option(min=0, help="Seconds of a claim beyond its tokens.")] = None,
+    micro_step: Annotated[int | None, typer.Option(min=1, help="Tokens of a micro-step.")] = None,
+    claim: Annotated[float | None, typer.Option(min=0.001, help="Seconds of training in a claim (claim_s).")] = None,
+    poll: Annotated[float | None, typer.Option(min=0, help="Seconds between looks of the policy.")] = None,
+    split: Annotated[int | None, typer.Option(min=1, help="Training cells of async; left out, the best split.")] = None,
+    lose: Annotated[
+        list[str] | None,
+        typer.Option(help="CELL@SECONDS[:SECONDS]: a cell is lost, and back after so long; repeatable."),
+    ] = None,
+    resize: Annotated[
+        list[str] | None, typer.Option(help="CELLS@SECONDS: the pool has so many cells from then on; repeatable.")
+    ] = None,
     solo: Annotated[
         float | None, typer.Option(min=1, help="Speed of an episode alone on a cell over a full one.")
     ] = None,
@@ -44,11 +69,20 @@ async def simulate(
     given = {
         "cells": cells,
         "capacity": capacity,
+        "slots": slots,
         "train_tokens_per_s": training,
         "switch_out_s": switch_out,
         "switch_in_s": switch_in,
         "publish_s": publish,
         "update_s": update,
+        "gather_s": gather,
+        "open_s": opening,
+        "start_s": start,
+        "grade_s": grade,
+        "move_s": move,
+        "claim_overhead_s": overhead,
+        "micro_step_tokens": micro_step,
+        "poll_s": poll,
         "solo_speedup": solo,
         "limit_s": limit,
     }
@@ -61,7 +95,19 @@ async def simulate(
         await asyncio.to_thread(_fit, workload, as_json)
     else:
         await asyncio.to_thread(
-            _simulate, workload, trace, changes, staleness=staleness, steps=steps, seed=seed, png=png, as_json=as_json
+            _simulate,
+            workload,
+            trace,
+            changes,
+            claim_s=claim,
+            split=split,
+            lose=lose or [],
+            resize=resize or [],
+            staleness=staleness,
+            steps=steps,
+            seed=seed,
+            png=png,
+            as_json=as_json,
         )
 
 
@@ -78,87 +124,72 @@ def _simulate(
     trace: Path | None,
     changes: dict[str, Any],
     *,
+    claim_s: float | None,
+    split: int | None,
+    lose: list[str],
+    resize: list[str],
     staleness: list[int] | None,
     steps: int | None,
     seed: int | None,
     png: Path | None,
     as_json: bool,
 ) -> None:
-    from workers.simulate.compare import compare
+    from workers.simulate.absences import with_absences
+    from workers.simulate.compare import compare, priced
+    from workers.simulate.predicted import Case, predictions, sentences
+    from workers.simulate.tables import lines_of
     from workers.simulate.timeline import draw_timeline
     from workers.simulate.trace import pool_for, read_trace, steps_of
     from workflows.simulated_work import PoolModel
 
-    if trace is not None:
-        episodes = read_trace(trace)
-        pool = pool_for(episodes, changes)
-        work, title, gpus, named = steps_of(episodes, pool), str(trace), 0, None
-        levels = staleness or [0]
-    else:
-        named = _named(workload)
-        drawn = named.work.model_copy(update={"seed": seed} if seed is not None else {})
-        pool = PoolModel.model_validate({**named.pool.model_dump(), **changes})
-        work, title, gpus = drawn.draw(), workload, named.gpus_per_cell
-        levels = staleness or [0, 1]
-    work = work[: steps or len(work)]
-    compared = [
-        compare(pool, work, max_staleness=level, gpus_per_cell=gpus, timeline=png is not None) for level in levels
-    ]
+    named = None if trace is not None else _named(workload)
+    traced = read_trace(trace) if trace is not None else []
+    cases = []
+    for level in staleness or ([0] if named is None else [0, 1]):
+        if named is None:
+            pool, split_of = pool_for(traced, changes), 0
+            work = steps_of(traced, pool)
+        else:
+            pool, drawn, split_of = named.at(level)
+            pool = PoolModel.model_validate({**pool.model_dump(), **changes})
+            work = drawn.model_copy(update={"seed": seed} if seed is not None else {}).draw()
+        pool = with_absences(pool, lose, resize)
+        work = work[: steps or len(work)]
+        compared = compare(
+            pool,
+            work,
+            max_staleness=level,
+            scheduler=priced(pool).model_copy(update={} if claim_s is None else {"claim_s": claim_s}),
+            split=split,
+            gpus_per_cell=named.gpus_per_cell if named else 0,
+            timeline=png is not None,
+        )
+        cases.append(Case(compared, work, split_of))
+    title, last = workload or str(trace), cases[-1].comparison
     predicted = None
-    if named is not None and not changes and steps is None:
-        predicted = predictions(named, compared, work)
+    if named is not None and not (changes or lose or resize or claim_s or split or steps):
+        predicted = predictions(named, cases)
     if png is not None:
-        draw_timeline(compared[-1].runs, png, steps=3, title=f"{title}, max_staleness {levels[-1]}")
+        draw_timeline(last.runs, png, steps=3, title=f"{title}, max_staleness {last.max_staleness}")
     if as_json:
         found: dict[str, Any] = {
             "workload": title,
-            "pool": pool.model_dump(),
-            "compared": [c.as_json() for c in compared],
+            "pool": last.pool.model_dump(),
+            "compared": [case.comparison.as_json() for case in cases],
         }
         if named is not None:
             found |= {"about": named.about, "sources": named.sources, "fit": named.fit, "prediction": predicted}
         show(found)
         return
-    if named is not None:
-        _print_parameters(named)
-    for comparison in compared:
-        _print(comparison.as_json())
-    if predicted is not None:
-        _print_predictions(predicted)
+    lines = [] if named is None else _parameters(named)
+    for case in cases:
+        lines += lines_of(case.comparison.as_json())
+    for row in predicted or []:
+        lines += sentences(row)
     if png is not None:
-        console.print(f"timeline: {png}")
-
-
-def predictions(named: Workload, compared: Iterable[Comparison], work: Steps) -> list[dict[str, Any]]:
-    """Speed-ups of `watermark` as simulated, as published, and the error, at each staleness that was simulated."""
-    from workers.simulate.workloads import EXPLAINED, PUBLISHED
-
-    published = PUBLISHED[named.name]
-    compared = list(compared)
-    fitted = next((one for one in compared if one.max_staleness == named.max_staleness), compared[0])
-    rows = []
-    for comparison in compared:
-        for over, figures in (("async", published.over_async), ("colocate", published.over_colocate)):
-            runs = comparison.runs
-            baseline, reference = runs[over].total_s, fitted.runs[over].total_s
-            if over == "async" and named.split:
-                baseline = comparison.static_split(work, named.split).total_s
-                reference = fitted.static_split(work, named.split).total_s
-            error = figures.error(baseline / runs["watermark"].total_s)
-            rows.append(
-                {
-                    "max_staleness": comparison.max_staleness,
-                    "fitted_at_this_staleness": comparison is fitted,
-                    "over": over,
-                    "predicted": baseline / runs["watermark"].total_s,
-                    "published": list(figures),
-                    "error": error,
-                    "predictive": baseline / runs["predictive"].total_s,
-                    "predictive_over_fitted_baseline": reference / runs["predictive"].total_s,
-                    "would_explain": EXPLAINED[over] if abs(error) > 0.1 else "",
-                }
-            )
-    return rows
+        lines.append(f"timeline: {png}")
+    for line in lines:
+        console.print(line, highlight=False)
 
 
 def _fit(workload: str, as_json: bool) -> None:
@@ -171,22 +202,38 @@ def _fit(workload: str, as_json: bool) -> None:
     baselines = {name: PUBLISHED_HOURS[name] for name in ("async", "colocate")}
     found = []
     for hypothesis in HYPOTHESES:
-        for one in fits(hypothesis, cells=named.pool.cells, published=baselines, steps=4, published_steps=STEPS):
+        for one in fits(hypothesis, cells=named.pool.cells, published=baselines, steps=6, published_steps=STEPS):
             found.append(one)
             if not as_json:
                 console.print(f"{one.hypothesis} training {one.training:.3f} {one.hours}", highlight=False)
-    middle = central(found)
-    hours = sorted(one.hours["watermark"] for one in found)
+    levels = sorted({one.hypothesis.max_staleness for one in found})
+    middle = {}
+    for level in levels:
+        rough = central(found, level)
+        refined = fits(
+            rough.hypothesis,
+            cells=named.pool.cells,
+            published=baselines,
+            steps=STEPS,
+            published_steps=STEPS,
+            around=rough.training,
+        )
+        middle[level] = next(refined, rough)
     if as_json:
-        rows = [{**one.hypothesis._asdict(), "training": one.training, "hours": one.hours} for one in found]
-        show({"hypotheses": len(HYPOTHESES), "fits": rows, "central": rows[found.index(middle)]})
+        rows = [{**one._asdict(), "hypothesis": one.hypothesis._asdict()} for one in found]
+        central_rows = {
+            level: {**one._asdict(), "hypothesis": one.hypothesis._asdict()} for level, one in middle.items()
+        }
+        show({"hypotheses": len(HYPOTHESES), "fits": rows, "central": central_rows})
         return
-    console.print(
-        f"{len(found)} fits of {len(HYPOTHESES)} hypotheses reproduce the baselines; they predict {hours[0]:.1f} to "
-        f"{hours[-1]:.1f} h for watermark, {middle.hours['watermark']:.1f} h in the middle "
-        f"(published: {PUBLISHED_HOURS['watermark']} h)",
-        highlight=False,
-    )
+    for level, one in middle.items():
+        hours = sorted(fit.hours["watermark"] for fit in found if fit.hypothesis.max_staleness == level)
+        console.print(
+            f"max_staleness {level}: {len(hours)} fits reproduce the baselines; they predict {hours[0]:.1f} to "
+            f"{hours[-1]:.1f} h for watermark, {one.hours['watermark']:.1f} h in the middle "
+            f"(published: {PUBLISHED_HOURS['watermark']} h): {one.hypothesis}",
+            highlight=False,
+        )
 
 
 def _list(as_json: bool) -> None:
@@ -199,53 +246,12 @@ def _list(as_json: bool) -> None:
         console.print(f"{name}: {workload.about}", highlight=False)
 
 
-def _print_parameters(named: Workload) -> None:
-    console.print(f"[bold]{named.name}[/]: {named.about}", highlight=False)
-    values = {**named.pool.model_dump(), **named.work.model_dump()}
-    for source in ("published", "fitted", "assumed"):
-        of = [f"{name} {values[name]:g}" for name, where in named.sources.items() if where == source and name in values]
-        console.print(f"  {source}: {', '.join(of) or 'nothing'}", highlight=False)
-    console.print(f"  fit: {named.fit}", highlight=False)
-
-
-COLUMNS = "{:<22}{:>10}{:>10}{:>13}{:>13}{:>16}{:>15}{:>16}"
-
-
-def _print(found: dict[str, Any]) -> None:
-    console.print(f"max_staleness {found['max_staleness']}, {found['steps']} steps, {found['cells']} cells")
-    rows = {**found["policies"], "clairvoyant": found["clairvoyant"]}
-    idle = "idle_gpu_hours" if "idle_gpu_hours" in found["clairvoyant"] else "idle_cell_hours"
-    names = ("policy", "s / step", "vs async", "vs colocate", "utilisation", idle.replace("_", " "))
-    lines = [COLUMNS.format(*names, "switches/step", "of clairvoyant")]
-    for name, row in rows.items():
-        speedups = [f"{row['speedup'][over]:.2f}×" if over in row["speedup"] else "" for over in ("async", "colocate")]
-        lines.append(
-            COLUMNS.format(
-                f"{name} ({row['training_cells']} train)" if "training_cells" in row else name,
-                f"{row['step_s']:.1f}",
-                *speedups,
-                f"{row['utilisation']:.1%}",
-                f"{row[idle]:.1f}",
-                f"{row['switches_per_step']:.1f}",
-                f"{found['clairvoyant']['reached'].get(name, 1):.1%}",
-            )
-        )
-    bound = found["lower_bound"]
-    reached = found["clairvoyant"]["step_s"] / bound["step_s"]
-    lines.append(COLUMNS.format("lower bound", f"{bound['step_s']:.1f}", "", "", "", "", "", f"{reached:.1%}"))
-    for line in lines:
-        console.print(f"  {line}", highlight=False)
-
-
-def _print_predictions(rows: list[dict[str, Any]]) -> None:
-    for row in rows:
-        low, high = row["published"]
-        published = f"{low:.2f}×" if low == high else f"{low:.2f}–{high:.2f}×"
-        console.print(
-            f"watermark over {row['over']}, max_staleness {row['max_staleness']}: predicted {row['predicted']:.2f}×, "
-            f"published {published}, error {row['error']:+.1%}; predictive {row['predictive']:.2f}×, and "
-            f"{row['predictive_over_fitted_baseline']:.2f}× the baseline at the staleness of the fit",
-            highlight=False,
-        )
-        if row["would_explain"]:
-            console.print(f"  would explain it: {row['would_explain']}", highlight=False)
+def _parameters(named: Workload) -> list[str]:
+    lines = [f"{named.name}: {named.about}"]
+    for title, (pool, work, _) in {"": named.at(0), " at max_staleness 1": named.at(1)}.items():
+        values = {**pool.model_dump(), **work.model_dump()}
+        for source in ("published", "fitted", "assumed") if not title else ("fitted",):
+            of = [f"{name} {values[name]:g}" for name, where in named.sources.items() if where == source]
+            if of or not title:
+                lines.append(f"  {source}{title}: {', '.join(of) or 'nothing'}")
+    return [*lines, f"  fit: {named.fit}"]

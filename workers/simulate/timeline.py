@@ -8,8 +8,14 @@ from typing import Final
 
 from workflows.simulated_run import Simulated
 
-COLOURS: Final = {"serve": "#7fa8c9", "train": "#2f4b26", "wait": "#e8c547", "switch": "#c1443c"}
-MEANING: Final = {"serve": "serves", "train": "trains", "wait": "waits for training work", "switch": "changes role"}
+COLOURS: Final = {"serve": "#7fa8c9", "train": "#2f4b26", "wait": "#e8c547", "switch": "#c1443c", "away": "#dddddd"}
+MEANING: Final = {
+    "serve": "serves",
+    "train": "trains",
+    "wait": "waits for training work",
+    "switch": "changes role",
+    "away": "is away",
+}
 
 
 def draw_timeline(runs: Mapping[str, Simulated], path: Path, *, steps: int, title: str) -> None:
@@ -42,7 +48,7 @@ def draw_timeline(runs: Mapping[str, Simulated], path: Path, *, steps: int, titl
     figure.legend(
         handles=[Patch(color=COLOURS[what], label=MEANING[what]) for what in COLOURS],
         loc="upper right",
-        ncols=4,
+        ncols=5,
         fontsize=7,
     )
     figure.tight_layout()

@@ -85,10 +85,15 @@ def tokens_of(episode: TracedEpisode) -> int:
 
 
 def works_of(episodes: Sequence[TracedEpisode], pool: PoolModel) -> list[float]:
-    """Seconds that each would have taken on a full cell. With a ``solo_speedup`` of 1 those are its active seconds."""
+    """Seconds that each would have taken on a full cell. With a ``solo_speedup`` of 1 those are its active seconds,
+    less the start-up that the pool counts apart. All cells are taken to have served: best, a trace of `colocate`."""
+    actives = [max(1e-3, episode.active_s - pool.start_s) for episode in episodes]
     if pool.solo_speedup <= 1 or any(episode.start is None for episode in episodes):
-        return [max(1e-3, episode.active_s) for episode in episodes]
-    spans = [(float(e.start or 0.0), float(e.start or 0.0) + max(e.wall_s, e.active_s)) for e in episodes]
+        return actives
+    spans = [
+        (float(e.start or 0.0), float(e.start or 0.0) + max(e.wall_s - pool.start_s, active))
+        for e, active in zip(episodes, actives, strict=True)
+    ]
     points = sorted([(start, 1) for start, _ in spans] + [(end, -1) for _, end in spans])
     # Work that an episode does which runs throughout, up to each point in time.
     times, done, running = [points[0][0]], [0.0], 0
@@ -99,8 +104,8 @@ def works_of(episodes: Sequence[TracedEpisode], pool: PoolModel) -> list[float]:
         running += change
     work_at = dict(zip(times, done, strict=True))
     works = []
-    for episode, (start, end) in zip(episodes, spans, strict=True):
-        share = episode.active_s / max(1e-9, end - start)
+    for active, (start, end) in zip(actives, spans, strict=True):
+        share = active / max(1e-9, end - start)
         works.append(max(1e-3, (work_at[end] - work_at[start]) * share))
     return works
 
