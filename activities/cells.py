@@ -1,32 +1,45 @@
-"""Cell activities: drain a cell, serve rollout, become a trainer, and notice a process that was replaced.
+"""Cell activities: drain a cell, serve rollout, become a trainer, and notice a process that was replaced or is silent.
 
 `drain_cell` runs on the control queue, because the cell may be dead; the others run in the cell's own worker, beside
-its engine and its replica.
+its engine and its replica. Invariant: orders to a cell are carried out one after the other, and never one whose epoch
+the cell's route has passed: what a worker still holds from before it was lost does nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from temporalio import activity
 from temporalio.exceptions import ApplicationError
 
 from activities.beating import beating
+from activities.presence import MISSED, Presence, Silent
 from activities.services import Services
 from infra import demand, keys
 from infra.megatron.config import OptimizerConfig
-from infra.megatron.protocol import PrepareRequest, ReplicaClient, ReplicaUnavailable, ServeRequest
+from infra.megatron.protocol import PrepareRequest, ReplicaClient, ServeRequest
 from infra.routes import RouteOvertaken, get_route, set_route, wait_acknowledged
 from infra.sglang.client import EngineClient
-from infra.sglang.errors import EngineError
+from infra.sglang.errors import EngineError, EngineLost
 from trajectory.loss_config import LossConfig
-from workflows.orders import CellOrder, CellReport, Desired, DrainInput, DrainResult, RunContext, WatchCellInput
+from workflows.orders import (
+    CellOrder,
+    CellReport,
+    Desired,
+    DrainInput,
+    DrainResult,
+    ReachCellInput,
+    RunContext,
+    WatchCellInput,
+)
 
 ENGINE_READY_S = 180.0
 WATCH_S = 0.5
-MISSED = 6
-"""Silent looks in a row after which a process counts as gone."""
+REACH_S = (0.25, 2.0)
+"""Seconds between looks at a cell that is waited for: at first, and at most."""
 
 
 def obsolete(error: RouteOvertaken) -> ApplicationError:
@@ -39,20 +52,31 @@ class DrainActivities:
 
     @activity.defn(name="drain_cell")
     async def drain_cell(self, drain: DrainInput) -> DrainResult:
-        """Close the cell's route; proxies abort what is unfinished there and take its tokens along."""
+        """Close the cell's route and wait until no call runs there.
+
+        Proxies leave the calls that run ``drain_s`` seconds to end by themselves; then they abort what is unfinished,
+        and take its tokens along.
+        """
         route = await get_route(self._redis, drain.cell)
         if route is None:
             return DrainResult(seconds=0, acknowledged=0, expired=0)
-        closed = route.model_copy(update={"open": False, "epoch": max(route.epoch, drain.epoch)})
+        epoch = max(route.epoch, drain.epoch)
+        closed = route.model_copy(update={"open": False, "epoch": epoch, "drain_s": drain.drain_s})
         if route.epoch > drain.epoch:
             raise obsolete(RouteOvertaken(f"drain of {drain.cell}: epoch {drain.epoch} was overtaken"))
         try:
             await set_route(self._redis, closed)
+            async with beating(detail=f"calls may end for {drain.drain_s:.0f} s"):
+                done = await wait_acknowledged(self._redis, closed, drain.deadline_s)
         except RouteOvertaken as error:
             raise obsolete(error) from error
-        async with beating():
-            done = await wait_acknowledged(self._redis, closed, drain.deadline_s)
-        return DrainResult(seconds=done.seconds, acknowledged=done.acknowledged, expired=done.expired)
+        return DrainResult(
+            seconds=done.seconds,
+            acknowledged=done.acknowledged,
+            expired=done.expired,
+            ended=done.ended,
+            moved=done.moved,
+        )
 
 
 class CellActivities:
@@ -62,30 +86,34 @@ class CellActivities:
         self._engine_url = services.settings.engine_url(cell)
         self._replica = ReplicaClient(services.settings.replica_socket(cell))
         self._engine = EngineClient(self._engine_url, vocab_size=0)
+        self._presence = Presence(self._replica, self._engine)
+        self._one_order = asyncio.Lock()
 
     @activity.defn(name="serve_rollout")
     async def serve_rollout(self, order: CellOrder) -> CellReport:
         """Weights of the desired version into the engine, then the route opens."""
         started, desired = time.monotonic(), order.desired
         context = self._context(desired)
-        async with beating(detail=f"version {desired.version}"):
-            await self._engine.wait_ready(ENGINE_READY_S)
+        async with beating(detail=f"version {desired.version}"), self._order(desired):
+            try:
+                await self._engine.wait_ready(min(ENGINE_READY_S, desired.lost_s))
+            except EngineLost as error:
+                raise Silent(str(error)) from error
             await self._engine.resume_memory()
-            served = await self._replica.serve(
-                ServeRequest(
-                    run=context.run,
-                    version=desired.version,
-                    candidate_ref=desired.candidate_ref,
-                    engine_url=self._engine_url,
-                )
+            serve = ServeRequest(
+                run=context.run,
+                version=desired.version,
+                candidate_ref=desired.candidate_ref,
+                engine_url=self._engine_url,
             )
+            served = await self._presence.while_answering(self._replica.serve(serve))
             incarnation = await self._engine.incarnation()
             replica = await self._replica.status()
-        route = await self._route(desired, incarnation)
-        try:
-            await set_route(self._services.redis, route)
-        except RouteOvertaken as error:
-            raise obsolete(error) from error
+            route = await self._route(desired, incarnation, served.checksum)
+            try:
+                await set_route(self._services.redis, route)
+            except RouteOvertaken as error:
+                raise obsolete(error) from error
         return CellReport(
             engine=incarnation,
             replica=replica.incarnation,
@@ -100,19 +128,18 @@ class CellActivities:
         started, desired = time.monotonic(), order.desired
         context = self._context(desired)
         running = await demand.running_episodes(self._services.redis, context.run)
-        async with beating(detail=f"step {desired.step}"):
+        async with beating(detail=f"step {desired.step}"), self._order(desired):
             incarnation = await self._release_engine()
-            prepared = await self._replica.prepare(
-                PrepareRequest(
-                    run=context.run,
-                    version=desired.version,
-                    candidate_ref=desired.candidate_ref,
-                    as_core=desired.core,
-                    optimizer=OptimizerConfig(**context.optimizer.model_dump()),
-                    loss=LossConfig(**context.loss.model_dump()),
-                    fence=desired.fence,
-                )
+            prepare = PrepareRequest(
+                run=context.run,
+                version=desired.version,
+                candidate_ref=desired.candidate_ref,
+                as_core=desired.core,
+                optimizer=OptimizerConfig(**context.optimizer.model_dump()),
+                loss=LossConfig(**context.loss.model_dump()),
+                fence=desired.fence,
             )
+            prepared = await self._presence.while_answering(self._replica.prepare(prepare), needs_engine=False)
             replica = await self._replica.status()
         return CellReport(
             engine=incarnation,
@@ -124,20 +151,39 @@ class CellActivities:
 
     @activity.defn(name="watch_cell")
     async def watch_cell(self, watch: WatchCellInput) -> CellReport:
-        """Return when the engine or the replica is another process than the one that was prepared."""
+        """Return when the engine or the replica is another process than the one that was prepared, or is silent."""
         silent = 0
         async with beating():
             while True:
-                try:
-                    engine = await self._engine.incarnation()
-                    replica = (await self._replica.status()).incarnation
-                    silent = 0
-                except (EngineError, ReplicaUnavailable, TimeoutError):
-                    silent += 1
-                    engine, replica = watch.engine, watch.replica
+                seen = await self._presence.look(needs_engine=watch.needs_engine)
+                silent = silent + 1 if seen.missing else 0
+                # What doesn't answer is taken for what it was, until it has been silent for long enough.
+                engine, replica = seen.engine or watch.engine, seen.replica or watch.replica
                 if (engine, replica) != (watch.engine, watch.replica) or silent >= MISSED:
-                    return CellReport(engine=engine, replica=replica)
+                    return CellReport(engine=engine, replica=replica, missing=seen.missing)
                 await asyncio.sleep(WATCH_S)
+
+    @activity.defn(name="reach_cell")
+    async def reach_cell(self, reach: ReachCellInput) -> CellReport:
+        """Return once every part of the cell answers; says meanwhile which doesn't."""
+        wait_s, longest_s = REACH_S
+        while True:
+            seen = await self._presence.look(needs_engine=reach.needs_engine)
+            if not seen.missing:
+                return seen
+            activity.heartbeat(seen.missing)
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, longest_s)
+
+    @asynccontextmanager
+    async def _order(self, desired: Desired) -> AsyncIterator[None]:
+        """One order at a time. Raises the application error `Overtaken` when the cell has been given a newer one."""
+        async with self._one_order:
+            route = await get_route(self._services.redis, self._cell)
+            if route is not None and route.epoch > desired.epoch:
+                overtaken = f"order of epoch {desired.epoch} to {self._cell}: epoch {route.epoch} was given since"
+                raise obsolete(RouteOvertaken(overtaken))
+            yield
 
     async def _release_engine(self) -> str:
         """A dead engine has nothing to release: training goes on without it."""
@@ -148,7 +194,7 @@ class CellActivities:
             activity.logger.warning("%s: the engine releases nothing: %s", self._cell, error)
             return ""
 
-    async def _route(self, desired: Desired, incarnation: str) -> keys.Route:
+    async def _route(self, desired: Desired, incarnation: str, weights: str) -> keys.Route:
         return keys.Route(
             cell=self._cell,
             url=self._engine_url,
@@ -156,6 +202,7 @@ class CellActivities:
             epoch=desired.epoch,
             open=True,
             version=desired.version,
+            weights=weights,
         )
 
     @staticmethod

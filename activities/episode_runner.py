@@ -12,12 +12,13 @@ import contextlib
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 from redis.asyncio import Redis
 
 from activities.services import Services, as_bytes
-from infra import demand, keys
+from infra import demand, durations, keys
 from infra.episodes.launch import (
     EpisodeLaunch,
     Exit,
@@ -89,16 +90,21 @@ class EpisodeRunner:
     async def run(self, episode: EpisodeInput, on_beat: Callable[[], None]) -> EpisodeExit:
         """To the end. Cancelling leaves the harness running, to be adopted; ``cancel`` ends it."""
         name = self.name(episode)
+        await durations.episode_started(self._redis, episode.run, episode.step, name)
         await demand.episode_started(self._redis, episode.run, episode.step, name)
         start = await self._current(name)
         while True:
             try:
                 exit_ = await self._run_generation(episode, start, on_beat)
                 break
-            except SupervisorLost:
+            except SupervisorLost as lost:
                 if start.generation > episode.restarts:
+                    await self._note_lost(start, lost, "it is not started again")
                     raise
-                start = await self._next(episode, start)
+                following = await self._next(episode, start)
+                how = "goes on in its workspace" if following.resumes else "starts from zero"
+                await self._note_lost(start, lost, f"generation {following.generation} {how}")
+                start = following
         return await self._ended(episode, start, exit_)
 
     async def cancel(self, episode: EpisodeInput) -> None:
@@ -125,6 +131,12 @@ class EpisodeRunner:
             if can_resume(self.folder(episode), harness, launch.session()):
                 return Start(lost.name, lost.generation + 1, lost.records)
         return Start(lost.name, lost.generation + 1, generation_name(lost.name, lost.generation + 1))
+
+    async def _note_lost(self, lost: Start, why: SupervisorLost, then: str) -> None:
+        """For whoever asks later: nothing else remembers a generation that was lost."""
+        at = datetime.now(UTC).isoformat(timespec="seconds")
+        line = f"{at} generation {lost.generation} was lost: {why}"[:240] + f"; {then}"
+        await self._redis.hset(keys.restarts(lost.name), str(lost.generation), line)
 
     async def _run_generation(self, episode: EpisodeInput, start: Start, on_beat: Callable[[], None]) -> Exit:
         await self._take_over(start, self.folder(episode))
@@ -210,6 +222,7 @@ class EpisodeRunner:
             await self._redis.delete(keys.key(as_bytes(api_key).decode()))
         calls = int(await self._redis.llen(keys.calls(name)))
         truncated = await self._redis.get(keys.truncated(name))
+        restarts = await self._redis.hgetall(keys.restarts(start.name))
         workspace = self.folder(episode) / "workspace"
         outcome, detail = outcome_of(exit_, as_bytes(truncated).decode() if truncated else "")
         gradeable = workspace.is_dir() and (outcome in GRADED or (outcome is Outcome.HARNESS_FAILED and calls > 0))
@@ -217,6 +230,8 @@ class EpisodeRunner:
         if gradeable:
             packed = await asyncio.to_thread(pack_workspace, workspace)
             ref = await asyncio.to_thread(self._services.blobs.put, packed)
+        if outcome in GRADED:  # before the counts: whoever sees that it has ended, sees how long it took
+            await durations.episode_took(self._redis, episode.run, episode.step, self.name(episode), exit_.active_s)
         await self._ended_counts(episode)
         return EpisodeExit(
             outcome=outcome,
@@ -227,6 +242,8 @@ class EpisodeRunner:
             wall_s=exit_.wall_s,
             records=name,
             workspace_ref=ref,
+            generation=start.generation,
+            restarts=[as_bytes(restarts[lost]).decode() for lost in sorted(restarts, key=int)],
             detail=detail[:300],
         )
 

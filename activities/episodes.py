@@ -12,6 +12,7 @@ from pathlib import Path
 from temporalio import activity
 from temporalio.exceptions import ApplicationError
 
+from activities.beating import beating
 from activities.episode_runner import EpisodeRunner
 from activities.services import Services
 from infra.harness.harness import HarnessUnavailable
@@ -39,7 +40,8 @@ class EpisodeActivities:
         token = self._runner.folder(episode) / TOKEN_FILE
         await asyncio.to_thread(_write, token, Attempt(token=activity.info().task_token.hex(), episode=episode))
         try:
-            ended = await self._runner.run(episode, activity.heartbeat)
+            async with beating(5.0):  # also while an older lease runs out, and while the workspace is packed and stored
+                ended = await self._runner.run(episode, lambda: None)
         except asyncio.CancelledError:
             details = activity.cancellation_details()
             if details is not None and details.cancel_requested:

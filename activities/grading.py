@@ -37,9 +37,9 @@ class GradingActivities:
         except TaskInvalid as error:
             raise ApplicationError(str(error), type="TaskInvalid", non_retryable=True) from error
         evaluator = await asyncio.to_thread(evaluator_of, task)
-        workspace = await asyncio.to_thread(self._blobs.get, episode.workspace_ref)
         try:
             async with beating(10.0):
+                workspace = await asyncio.to_thread(self._blobs.get, episode.workspace_ref)
                 verdict = await grade_preserved(task, workspace, self._scratch, self._sandbox)
         except (EvaluatorFailed, WorkspaceUnusable) as error:
             raise ApplicationError(str(error), evaluator, type="EvaluatorFailed", non_retryable=True) from error

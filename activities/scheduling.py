@@ -9,8 +9,9 @@ from temporalio.client import WorkflowExecutionStatus
 from temporalio.service import RPCError, RPCStatusCode
 
 from activities.beating import beating
+from activities.forecasting import Forecasts
 from activities.services import Services
-from infra import demand
+from infra import demand, durations
 from workflows import names
 from workflows.contracts import StepInput
 from workflows.policies import Decision, PoolView, decide
@@ -22,14 +23,25 @@ class SchedulingActivities:
     def __init__(self, services: Services) -> None:
         self._redis = services.redis
         self._temporal = services.temporal
+        self._forecasts = Forecasts(services.redis)
 
     @activity.defn(name="open_step")
-    async def open_step(self, step: StepInput) -> None:
+    async def open_step(self, step: StepInput) -> list[int]:
+        """The order in which the step's groups start."""
+        config = step.config
+        tasks = [f"{config.tasks.train}#{task}" for task in step.tasks] if step.train else []
+        limit_s = min(config.budget.active_s, config.budget.wall_s)
+        plan = durations.StepPlan(tasks=tasks, group_size=step.group_size, limit_s=limit_s)
+        await durations.plan_step(self._redis, step.run, step.step, plan)
         await demand.open_step(self._redis, step.run, step.step, len(step.tasks) * step.group_size)
+        if not step.train or config.scheduler.policy != "predictive":
+            return list(range(len(step.tasks)))
+        return await self._forecasts.start_order(step.run, step.step, tasks)
 
     @activity.defn(name="close_step")
     async def close_step(self, run: str, step: int) -> None:
         await demand.close_step(self._redis, run, step)
+        await durations.forget_step(self._redis, run, step)
 
     @activity.defn(name="await_turn")
     async def await_turn(self, run: str, step: int) -> None:
@@ -51,26 +63,30 @@ class SchedulingActivities:
     @activity.defn(name="describe_steps")
     async def describe_steps(self, run: str, steps: list[int]) -> dict[str, str]:
         """Status name of each step's workflow; MISSING when there is none."""
-        found: dict[str, str] = {}
-        for step in steps:
-            try:
-                description = await self._temporal.get_workflow_handle(names.step_id(run, step)).describe()
-            except RPCError as error:
-                if error.status is not RPCStatusCode.NOT_FOUND:
-                    raise
-                found[str(step)] = "MISSING"
-                continue
-            found[str(step)] = (description.status or WorkflowExecutionStatus.RUNNING).name
-        return found
+        return {str(step): await self._status(names.step_id(run, step)) for step in steps}
+
+    @activity.defn(name="run_status")
+    async def run_status(self, run: str) -> str:
+        return await self._status(names.run_id(run))
+
+    async def _status(self, workflow_id: str) -> str:
+        try:
+            description = await self._temporal.get_workflow_handle(workflow_id).describe()
+        except RPCError as error:
+            if error.status is not RPCStatusCode.NOT_FOUND:
+                raise
+            return "MISSING"
+        return (description.status or WorkflowExecutionStatus.RUNNING).name
 
     async def _with_counts(self, view: PoolView) -> PoolView:
         steps = []
         for step in view.steps:
-            counted = await demand.demand_of(self._redis, view.run, step.step)
+            counts = await demand.demand_of(self._redis, view.run, step.step)
             # Counts that Redis has not got yet (the step is just opening) must not read as "nothing to do".
-            unfinished = counted.unfinished if counted.total else step.total
+            unfinished = counts.unfinished if counts.total else step.total
             steps.append(step.model_copy(update={"unfinished": unfinished}))
-        return view.model_copy(update={"steps": steps})
+        counted = view.model_copy(update={"steps": steps})
+        return await self._forecasts.with_outlooks(counted) if view.scheduler.policy == "predictive" else counted
 
 
 def _differs(view: PoolView, decision: Decision) -> bool:

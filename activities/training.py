@@ -6,7 +6,7 @@ with the type `Lost`, is not retried, and the step has the work done again.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Awaitable, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
 import orjson
@@ -14,6 +14,7 @@ from temporalio import activity
 from temporalio.exceptions import ApplicationError
 
 from activities.beating import beating
+from activities.presence import Presence
 from activities.services import Services
 from infra.megatron.protocol import (
     FinishRequest,
@@ -27,7 +28,7 @@ from infra.megatron.protocol import (
 )
 from infra.transfer.manifest import TransferManifest
 from trajectory.additive import add_all
-from workflows.calls import LOST
+from workflows.calls import LOST, SUMS_LOST
 from workflows.orders import Candidate, FinishInput, GradientsInput, GradientSum, TrainInput, TrainResult
 
 Answer = TypeVar("Answer")
@@ -37,16 +38,16 @@ class TrainingActivities:
     def __init__(self, services: Services, cell: str) -> None:
         self._blobs = services.blobs
         self._replica = ReplicaClient(services.settings.replica_socket(cell))
+        self._presence = Presence(self._replica)
 
     @activity.defn(name="train_micro_steps")
     async def train_micro_steps(self, order: TrainInput) -> TrainResult:
         async with beating(detail=f"{len(order.micro_steps)} micro-steps"):
             await self._fence(order.incarnation)
-            trained = await _or_lost(
-                self._replica.train(
-                    TrainRequest(run=order.run, step=order.step, version=order.version, micro_steps=order.micro_steps)
-                )
+            train = TrainRequest(
+                run=order.run, step=order.step, version=order.version, micro_steps=tuple(order.micro_steps)
             )
+            trained = await self._answer(self._replica.train(train))
         return TrainResult(
             seconds=trained.seconds,
             stats=scalars(trained.stats.values()),
@@ -57,7 +58,7 @@ class TrainingActivities:
     async def offer_gradients(self, order: GradientsInput) -> GradientSum:
         async with beating():
             await self._fence(order.incarnation)
-            offered = await _or_lost(self._replica.gradients(GradientsRequest(run=order.run, step=order.step)))
+            offered = await self._answer(self._replica.gradients(GradientsRequest(run=order.run, step=order.step)))
         return GradientSum(
             cell=order.cell,
             incarnation=offered.incarnation,
@@ -78,26 +79,26 @@ class TrainingActivities:
                 )
                 for offer in order.satellites
             ]
-            finished = await _or_lost(
-                self._replica.finish(
-                    FinishRequest(
-                        run=order.run,
-                        step=order.step,
-                        version=order.version,
-                        normaliser=order.normaliser,
-                        micro_steps=tuple(order.micro_steps),
-                        satellites=tuple(satellites),
-                        record_gradient=order.record_gradient,
-                    )
-                )
+            finish = FinishRequest(
+                run=order.run,
+                step=order.step,
+                version=order.version,
+                normaliser=order.normaliser,
+                micro_steps=tuple(order.micro_steps),
+                satellites=tuple(satellites),
+                record_gradient=order.record_gradient,
             )
-            await _or_lost(self._replica.publish(PublishRequest(run=order.run, version=finished.version)))
+            finished = await self._answer(self._replica.finish(finish))
+            await self._answer(self._replica.publish(PublishRequest(run=order.run, version=finished.version)))
         return Candidate(
             ref=finished.candidate_ref,
             version=finished.version,
             grad_norm=finished.grad_norm,
             checksum=finished.checksum,
         )
+
+    async def _answer(self, call: Coroutine[Any, Any, Answer]) -> Answer:
+        return await _or_lost(self._presence.while_answering(call))
 
     async def _fence(self, incarnation: str) -> None:
         status = await _or_lost(self._replica.status())
@@ -120,4 +121,6 @@ async def _or_lost(call: Awaitable[Answer]) -> Answer:
     except ReplicaUnavailable as error:
         raise ApplicationError(str(error), type="ReplicaUnavailable") from error
     except ReplicaError as error:
+        if error.problem.lost:
+            raise ApplicationError(str(error), *error.problem.lost, type=SUMS_LOST) from error
         raise ApplicationError(str(error), type=LOST) from error

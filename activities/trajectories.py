@@ -23,6 +23,8 @@ from trajectory.seal import seal
 from trajectory.tree import EpisodeTree
 from workflows.contracts import EpisodeResult, GroupResult, MicroStepRef, Outcome, ProcessInput
 
+MOVED = ("moved_tokens", "moved_from_store", "moved_recomputed", "moved_bytes")
+"""Sums over call records that a group's result has under the same names."""
 KEEP_RECORDS_S = 7 * 24 * 3600
 """Seconds for which an episode stays in Redis after it was sealed to the blob store."""
 
@@ -105,6 +107,7 @@ class TrajectoryActivities:
             active_s=sum(one.episode.exit.active_s for one in loaded),
             held_s=sum(one.episode.exit.held_s for one in loaded),
             moved_calls=sum(len(record.cells) > 1 for one in loaded for record in one.records),
+            **{name: sum(getattr(record, name) for one in loaded for record in one.records) for name in MOVED},
             stats_ref=self._blobs.put(orjson.dumps(details)),
         )
 

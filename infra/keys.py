@@ -27,9 +27,25 @@ class Route(BaseModel):
     epoch: int
     """Of the scheduler's desired state that produced this route. Never decreases within an incarnation."""
     open: bool
-    """False: no new request may be sent, unfinished ones are resubmitted elsewhere."""
+    """False: no new request may be sent; unfinished ones may end within ``drain_s``, else are resubmitted elsewhere."""
     version: int
     """Weight version that the engine serves."""
+    weights: str = ""
+    """The engine's checksum of them: equal weights have equal checksums, whichever run made them. "" for unknown."""
+    drain_s: float = 0.0
+    """Of a closed route: seconds for which requests that run on it may go on. Each proxy counts them by its own clock,
+    from when it saw the route closed; that later epochs close it again doesn't begin the count anew."""
+
+
+class Drained(BaseModel):
+    """What became of the requests of one proxy that ran on a cell when its route closed."""
+
+    model_config = ConfigDict(frozen=True)
+
+    ended: int = 0
+    """They were over before they would have been aborted."""
+    moved: int = 0
+    """They were aborted, and what they had sampled was taken along."""
 
 
 class EpisodeKey(BaseModel):
@@ -110,6 +126,11 @@ def records_of(episode: str) -> str:
     return f"gyre:ep:{episode}:records"
 
 
+def restarts(episode: str) -> str:
+    """Hash: generation of the episode that was lost -> when, why, and what followed, in one line."""
+    return f"gyre:ep:{episode}:restarts"
+
+
 def held(episode: str) -> str:
     """Float: seconds for which the proxy held the episode's finished calls; not charged to its budget."""
     return f"gyre:ep:{episode}:held"
@@ -138,7 +159,7 @@ def api_key_of(episode: str) -> str:
 def of_episode(episode: str) -> list[str]:
     """Every key of an episode; none is needed once its records are sealed."""
     spoken = (calls, turns, open_calls, left_calls, wanted_calls, counts)
-    run = (generation_of, held, holding, lease, truncated, api_key_of)
+    run = (generation_of, restarts, held, holding, lease, truncated, api_key_of)
     return [name(episode) for name in spoken + run]
 
 
@@ -161,6 +182,11 @@ def route_acks(cell: str) -> str:
     return f"gyre:route:{cell}:acks"
 
 
+def route_drains(cell: str) -> str:
+    """Hash: proxy id -> Drained, written together with the acknowledgement."""
+    return f"gyre:route:{cell}:drains"
+
+
 def weights(run: str, version: int) -> str:
     """Hash: source id -> transfer manifest (JSON) of a process that can be read for this version."""
     return f"gyre:weights:{run}:{version}"
@@ -172,7 +198,7 @@ def open_steps(run: str) -> str:
 
 
 def step_demand(run: str, step: int) -> str:
-    """Hash: ``total``, ``ready`` and ``trained`` counts of a step."""
+    """Hash: ``total`` of a step's episodes; ``plan``: its tasks, group size and budget (JSON)."""
     return f"gyre:step:{run}:{step}:demand"
 
 
@@ -184,3 +210,13 @@ def step_running(run: str, step: int) -> str:
 def step_ended(run: str, step: int) -> str:
     """Set: episodes of the step that have ended."""
     return f"gyre:step:{run}:{step}:ended"
+
+
+def step_started(run: str, step: int) -> str:
+    """Hash: episode of the step -> Unix time of its first start."""
+    return f"gyre:step:{run}:{step}:started"
+
+
+def step_durations(run: str, step: int) -> str:
+    """Hash: episode of the step that has ended -> its active seconds."""
+    return f"gyre:step:{run}:{step}:durations"

@@ -1,6 +1,7 @@
 """The route table: which cells proxies may send requests to. Changed only by compare-and-set in Redis.
 
-Invariant: a route's epoch never decreases, so an order that was overtaken cannot reopen (or close) a route.
+Invariant: a route's epoch never decreases, so an order that was overtaken cannot reopen (or close) a route. A closed
+route is drained only when every proxy has acknowledged that epoch or its lease has run out, however long it may take.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from dataclasses import dataclass
 from redis.asyncio import Redis
 
 from infra import keys
-from infra.keys import Route
+from infra.keys import Drained, Route
+
+POLL_S = (0.02, 0.2)
+"""Acknowledgements are looked for this often at first, and this seldom in a long wait."""
 
 _SET = """
 local old = redis.call('HGET', KEYS[1], ARGV[1])
@@ -37,8 +41,14 @@ class DrainTimeout(RuntimeError):
 @dataclass(frozen=True)
 class Acknowledged:
     acknowledged: int
+    """Proxies that said they have no request left."""
     expired: int
+    """Proxies whose lease ran out instead; nothing is known of their requests."""
     seconds: float
+    ended: int = 0
+    """Requests that were over before they would have been aborted."""
+    moved: int = 0
+    """Requests that were aborted."""
 
 
 async def set_route(redis: Redis, route: Route) -> None:
@@ -64,22 +74,39 @@ async def all_routes(redis: Redis) -> dict[str, Route]:
 async def wait_acknowledged(redis: Redis, route: Route, deadline_s: float) -> Acknowledged:
     """Wait until every proxy has said that no request is left on a closed route, or its lease has run out.
 
-    Raises DrainTimeout after ``deadline_s`` seconds.
+    Raises DrainTimeout ``deadline_s`` seconds after the route's ``drain_s`` are over, and RouteOvertaken as soon as a
+    newer epoch has set the route: nobody acknowledges this one any more.
     """
     started = time.monotonic()
     wanted = f"{route.incarnation}:{route.epoch}"
     while True:
-        proxies = sorted(_text(name) for name in await redis.smembers(keys.PROXIES))
-        acks = {_text(name): _text(ack) for name, ack in (await redis.hgetall(keys.route_acks(route.cell))).items()}
-        silent = [proxy for proxy in proxies if acks.get(proxy) != wanted]
+        pipeline = redis.pipeline()  # a transaction: the counts are those of the acknowledgements
+        pipeline.smembers(keys.PROXIES)
+        pipeline.hgetall(keys.route_acks(route.cell))
+        pipeline.hgetall(keys.route_drains(route.cell))
+        pipeline.hget(keys.ROUTES, route.cell)
+        members, acks, drains, found = await pipeline.execute()
+        proxies = sorted(_text(name) for name in members)
+        done = {_text(proxy) for proxy, ack in acks.items() if _text(ack) == wanted}
+        silent = [proxy for proxy in proxies if proxy not in done]
         alive = [proxy for proxy in silent if await redis.exists(keys.proxy_lease(proxy))]
+        passed = time.monotonic() - started
         if not alive:
             if silent:
                 await redis.srem(keys.PROXIES, *silent)
-            return Acknowledged(len(proxies) - len(silent), len(silent), time.monotonic() - started)
-        if time.monotonic() - started > deadline_s:
-            raise DrainTimeout(f"{', '.join(alive)} still use {route.cell} {deadline_s:.0f} s after its route closed")
-        await asyncio.sleep(0.02)
+            counts = [Drained.model_validate_json(data) for proxy, data in drains.items() if _text(proxy) in done]
+            return Acknowledged(
+                acknowledged=len(proxies) - len(silent),
+                expired=len(silent),
+                seconds=passed,
+                ended=sum(count.ended for count in counts),
+                moved=sum(count.moved for count in counts),
+            )
+        if found is not None and (newer := Route.model_validate_json(found).epoch) > route.epoch:
+            raise RouteOvertaken(f"drain of {route.cell}: epoch {route.epoch} was overtaken by {newer}")
+        if passed > deadline_s + route.drain_s:
+            raise DrainTimeout(f"{', '.join(alive)} still use {route.cell} {passed:.0f} s after its route closed")
+        await asyncio.sleep(min(max(passed / 20, POLL_S[0]), POLL_S[1]))
 
 
 def _text(value: bytes | str) -> str:

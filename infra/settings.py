@@ -12,6 +12,8 @@ from pathlib import Path
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from infra.kv_store.client import StoreAddress
+
 
 class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="GYRE_", frozen=True, extra="forbid")
@@ -48,6 +50,10 @@ class Settings(BaseSettings):
     cell_capacity: int = Field(default=48, ge=1)
     """Episodes that one serving cell holds at once; the watermark policy counts with it."""
 
+    cell_cpu: float = Field(default=0.0, ge=0)
+    """Cores that all processes of a cell share (engine, replica, worker) once the stack is ready, by a control group;
+    0 for no quota."""
+
     harnesses: Path = Path(".gyre-harness")
     """Folder with a folder for each installed harness."""
 
@@ -62,6 +68,14 @@ class Settings(BaseSettings):
 
     context_length: int = Field(default=8192, ge=64)
     """Tokens of the longest request that an engine takes."""
+
+    kv_store_mb: int = Field(default=0, ge=0, le=1 << 20)
+    """Memory (1 MB = 2**20 bytes) of the store that keeps KV outside the cells, so that a call that moves to another
+    cell takes its prefix along; 0 starts no store: without one, the prefix is computed again."""
+
+    kv_store_address: str = Field(default="", pattern=r"^(?:\S+:\d+)?$")
+    """``host:port`` of the Mooncake master of an external KV store, whose HTTP side is at the next port; empty uses the
+    embedded one, if there is one."""
 
     metrics_address: str = Field(default="", pattern=r"^(?:\S+:\d+)?$")
     """``host:port`` on which the control worker answers /metrics in Prometheus' text format: the newest step's gauges
@@ -106,6 +120,18 @@ class Settings(BaseSettings):
     @property
     def proxy_port(self) -> int:
         return self.port_base + 20
+
+    @property
+    def kv_store(self) -> StoreAddress | None:
+        """Where the KV store of the cells is; None without one."""
+        if not self.kv_store_mb and not self.kv_store_address:
+            return None
+        host, port = (self.kv_store_address or f"{self.host}:{self.port_base + 30}").rsplit(":", 1)
+        return StoreAddress(f"{host}:{port}", f"http://{host}:{int(port) + 1}")
+
+    @property
+    def embedded_kv_store(self) -> bool:
+        return bool(self.kv_store_mb) and not self.kv_store_address
 
     @property
     def proxy_socket(self) -> Path:

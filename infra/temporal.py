@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from typing import Final
+
 from temporalio.client import Client
 from temporalio.contrib.pydantic import pydantic_data_converter
 from temporalio.runtime import PrometheusConfig, Runtime, TelemetryConfig
 from temporalio.service import RPCError
 
 from infra.settings import Settings
+
+ANSWER: Final = timedelta(seconds=20)
+"""How long a person's question to a workflow may take: it needs a worker, which may be gone."""
 
 
 class TemporalUnreachable(RuntimeError):

@@ -23,6 +23,7 @@ class Engine(Protocol):
         temperature: float,
         stop_token_ids: Sequence[int],
         version: int,
+        weights: str = "",
         on_tokens: OnTokens | None = None,
         deadline_s: float,
     ) -> Generation:

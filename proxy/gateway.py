@@ -29,6 +29,7 @@ from proxy.errors import Abandoned, BadRequest, CallsExceeded, ContextExceeded, 
 from proxy.foreign import Foreign
 from proxy.ledger import Ledger, Plan
 from proxy.limits import Limits
+from proxy.moves import Kv
 from proxy.orphans import Orphans
 from proxy.recorder import LeftCall, Recorder
 from proxy.router import Router
@@ -39,6 +40,7 @@ from trajectory import records
 log = logging.getLogger(__name__)
 AWAY = (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError)
 """Redis is restarting or out of reach."""
+MOVED = ("moved_tokens", "moved_from_store", "moved_recomputed", "moved_bytes")
 PATIENCE_SHARE = 0.9
 """Of a harness's patience, for which an answer without a stream is held at most."""
 
@@ -52,7 +54,7 @@ def _retrieved(turn: asyncio.Future[Turn]) -> None:
 class Gateway:
     """Everything that one proxy process does, behind ``call``. Start the router before the first call."""
 
-    def __init__(self, redis: Redis, renderer: Renderer, router: Router, limits: Limits) -> None:
+    def __init__(self, redis: Redis, renderer: Renderer, router: Router, limits: Limits, kv: Kv | None = None) -> None:
         self.limits = limits
         self.router = router
         self.counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
@@ -62,7 +64,8 @@ class Gateway:
         self._recorder = Recorder(redis, router.proxy_id, patience_s=limits.redis_s)
         self._episodes = Episodes(self._recorder, lambda: Ledger(renderer), idle_s=limits.idle_s)
         self._foreign = Foreign(self._recorder, self._episodes, limits)
-        self._sampler = Sampler(router, self._recorder, renderer.stop_token_ids, limits)
+        self._kv = kv or Kv()
+        self._sampler = Sampler(router, self._recorder, renderer.stop_token_ids, limits, self._kv)
         self._orphans = Orphans(self._recorder, router, limits, self._load)
         self._running: dict[asyncio.Task[None], Call] = {}
         self._background: set[asyncio.Task[None]] = set()
@@ -72,6 +75,7 @@ class Gateway:
         """Abandon what is running. Its harnesses will ask again, another proxy or the next one."""
         await end([*self._running, *self._background])
         await self._orphans.stop()
+        await self._kv.close()
 
     async def check(self, secret: str) -> None:
         """Refuse an unknown key before anything of its request is read. Raises KeyRefused."""
@@ -147,11 +151,12 @@ class Gateway:
         attempt.turn.add_done_callback(_retrieved)
         name = attempt_name(request)
         episode.attempts.setdefault(name, []).append(attempt)
-        parent = episode.ledger.delta(episode.ledger.refreshed(plan)).parent
-        near = episode.cells[parent] if parent >= 0 else ""
+        delta = episode.ledger.delta(episode.ledger.refreshed(plan))
+        near = episode.cells[delta.parent] if delta.parent >= 0 else ""
         room = key.context_limit - len(plan.prompt)
         most = min(key.max_new_tokens, room, request.max_tokens or room)
-        job = Job(rid, request.digest, key, plan.prompt, most, near, seniority=len(episode.ledger.turns))
+        seniority = len(episode.ledger.turns)
+        job = Job(rid, request.digest, key, plan.prompt, most, near, kept=delta.kept, seniority=seniority)
         call = Call(episode, attempt, name, request, plan, place, job, left, time.time())
         episode.running += 1
         self._running[loop.create_task(self._run(call))] = call
@@ -189,7 +194,7 @@ class Gateway:
             cell: {"open": route.open, "version": route.version, "requests": self.router.load(cell)}
             for cell, route in self.router.routes.items()
         }
-        running = {"running": len(self._running), "held": self.router.waiting}
+        running = {"running": len(self._running), "held": self.router.waiting, "hold_s": self.limits.hold_s}
         return {"proxy": self.router.proxy_id, "routes": routes, **running, "counts": self.counts}
 
     def left(self, attempt: Attempt) -> None:
@@ -279,7 +284,7 @@ class Gateway:
             while True:
                 plan = episode.ledger.refreshed(call.plan)
                 delta = episode.ledger.delta(plan)
-                record, data, note = write(call, plan, delta, sampled, said)
+                record, data, note = write(call, plan, delta, sampled, said, kv_token_bytes=self._kv.token_bytes)
                 outcome = await self._recorder.append(
                     episode.name,
                     seq=record.seq,
@@ -309,7 +314,7 @@ class Gateway:
                     break
         counts = self.counts[key.harness]
         counts["calls"] += 1
-        for what in ("malformed", "mutated", "synthetic", "partial", "resampled"):
+        for what in ("malformed", "mutated", "synthetic", "partial", "resampled", *MOVED):
             counts[what] += getattr(record, what)
         if record.fork:
             counts[f"fork.{record.fork}"] += 1

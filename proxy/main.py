@@ -22,12 +22,15 @@ from redis.asyncio import Redis
 from infra.chat.families import NoRenderer, renderer_for
 from infra.chat.renderer import Renderer, TokenizerUnfit
 from infra.keys import Route
+from infra.kv_store.arrival import Arrival
+from infra.kv_store.layout import bytes_per_token, namespace, read_config
 from infra.settings import Settings
 from infra.sglang.client import EngineClient
 from proxy.app import create_app
 from proxy.engine import Engine
 from proxy.gateway import Gateway
 from proxy.limits import Limits
+from proxy.moves import Kv
 from proxy.processes import Family, inherited, module_command
 from proxy.router import Router
 from proxy.server import listen, make_server
@@ -61,8 +64,22 @@ def model_vocabulary(policy: Path, renderer: Renderer) -> int:
     return max(renderer.vocab_size, int(size or 0))
 
 
+def policy_kv(policy: Path, settings: Settings) -> Kv:
+    """What is known of a policy's KV; nothing of a folder that holds a tokenizer only."""
+    if not (policy / "config.json").exists():
+        return Kv()
+    config, store = read_config(policy), settings.kv_store
+    arrival = None if store is None else Arrival(store.http, namespace(config))
+    return Kv(bytes_per_token(config), arrival)
+
+
 def build_gateway(
-    redis: Redis, renderer: Renderer, *, vocab_size: int | None = None, limits: Limits | None = None
+    redis: Redis,
+    renderer: Renderer,
+    *,
+    vocab_size: int | None = None,
+    limits: Limits | None = None,
+    kv: Kv | None = None,
 ) -> Gateway:
     """A gateway to SGLang engines, with an id of its own. ``vocab_size``: of the model, if not the tokenizer's."""
     limits = limits or Limits()
@@ -71,7 +88,7 @@ def build_gateway(
         return EngineClient(route.url, vocab_size=vocab_size or renderer.vocab_size)
 
     proxy_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
-    return Gateway(redis, renderer, Router(redis, proxy_id, connect, limits), limits)
+    return Gateway(redis, renderer, Router(redis, proxy_id, connect, limits), limits, kv)
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -112,7 +129,8 @@ def main() -> None:
         renderer = renderer_for(given.policy)
     except (NoRenderer, TokenizerUnfit) as fault:
         options.error(str(fault))
-    gateway = build_gateway(redis, renderer, vocab_size=model_vocabulary(given.policy, renderer), limits=limits)
+    vocabulary, kv = model_vocabulary(given.policy, renderer), policy_kv(given.policy, settings)
+    gateway = build_gateway(redis, renderer, vocab_size=vocabulary, limits=limits, kv=kv)
     make_server(create_app(gateway)).run(sockets=sockets)
 
 

@@ -1,9 +1,10 @@
 """Which cell serves a call: the route table, leases on routes, and what happens when a route closes.
 
 Invariants. A lease exists for every engine request, and is taken in the same event-loop step in which the route
-was seen open. A closed route is acknowledged only when no lease on its cell is left. A proxy that cannot read the
-routes for as long as its own lease lasts sends nothing to any cell. No call passes another on a cell for which that one
-waits, whatever their sizes: the order is ``admission.rank``'s.
+was seen open. A closed route is acknowledged only when no lease on its cell is left; until then its requests may end
+by themselves, for as long as the route says (``drains``). A proxy that cannot read the routes for as long as its own
+lease lasts sends nothing to any cell, and leaves nothing on a closed one. No call passes another on a cell for which
+that one waits, whatever their sizes: the order is ``admission.rank``'s.
 
 It knows neither what the tokens are nor episodes' contents.
 """
@@ -28,6 +29,7 @@ from redis.asyncio import Redis
 from infra import keys
 from infra.sglang.errors import EngineError, EngineRefused
 from proxy.admission import Marks, Window, rank
+from proxy.drains import Drains
 from proxy.ending import end
 from proxy.engine import Engine, Reporting
 from proxy.errors import NoCell
@@ -37,6 +39,8 @@ from proxy.peers import Peers
 log = logging.getLogger(__name__)
 SLACK = 6
 """How many more calls than the least loaded cell the preferred one may have."""
+ENDING = 0.25
+"""Share of the proxy's lease that is left for ending requests when it can't be renewed."""
 
 
 @dataclass(eq=False)
@@ -50,7 +54,7 @@ class Lease:
     """Of the engine; holds ``tokens`` for as long as the lease lasts."""
     tokens: int
     revoked_at: float | None = None
-    """Monotonic time at which the route closed under the request."""
+    """Monotonic time from which the request is aborted, because its route has closed or changed."""
     task: asyncio.Future[Any] | None = None
     """The engine request; cancelled when the engine does not end it after an abort."""
     over: asyncio.Event = field(default_factory=asyncio.Event)
@@ -103,6 +107,8 @@ class Router:
         self._engines: dict[tuple[str, str], Engine] = {}
         self._leases: dict[str, set[Lease]] = {}
         self._suspects: dict[tuple[str, str, int], float] = {}
+        self._drains = Drains()
+        self._next_revocation: asyncio.TimerHandle | None = None
         self._acknowledged: dict[str, str] = {}
         self._fresh_until = 0.0
         self._marks = Marks(limits.kv_low, limits.kv_high, limits.queue_s)
@@ -122,6 +128,7 @@ class Router:
     async def stop(self) -> None:
         """Stop following routes; the lease ends at once, so that nobody waits for this proxy."""
         await end(self._tasks)
+        self._revoke_at(math.inf)
         await self._redis.delete(keys.proxy_lease(self.proxy_id))
         await self._redis.srem(keys.PROXIES, self.proxy_id)
         for engine in self._engines.values():
@@ -176,7 +183,8 @@ class Router:
         lease.over.set()
         self._leases[lease.route.cell].discard(lease)
         lease.window.give(lease.tokens)
-        if lease.revoked_at is not None:
+        moved = lease.revoked_at is not None
+        if self._drains.count(lease.route.cell, moved=moved) or moved:
             self._poke.set()
         self._serve_waiters()
 
@@ -321,6 +329,7 @@ class Router:
         self._fresh_until = asked + self._limits.lease_s
         changed = routes != self.routes
         self.routes = routes
+        self._drains.observe(routes, time.monotonic())
         self._revoke()
         self._serve_waiters()
         if changed:
@@ -331,18 +340,30 @@ class Router:
                 self.on_peer_gone(peer)
 
     def _revoke(self) -> None:
+        """End what may no longer go on, and come back when the next request's time is over."""
+        now, following = time.monotonic(), math.inf
         for cell, leases in self._leases.items():
             route = self.routes.get(cell)
             for lease in leases:
-                served = lease.route
-                same = (
-                    route is not None
-                    and route.open
-                    and (route.incarnation, route.version) == (served.incarnation, served.version)
-                )
-                if not same and lease.revoked_at is None:
-                    lease.revoked_at = time.monotonic()
+                if lease.revoked_at is not None:
+                    continue
+                until = self._drains.until(lease.route, route)
+                if until < math.inf:  # a draining cell waits for this proxy only as long as its own lease lasts
+                    until = min(until, self._fresh_until - ENDING * self._limits.lease_s)
+                if until <= now:
+                    lease.revoked_at = now
                     self._spawn(self._end(lease))
+                else:
+                    following = min(following, until)
+        self._revoke_at(following)
+
+    def _revoke_at(self, moment: float) -> None:
+        if self._next_revocation is not None:
+            self._next_revocation.cancel()
+            self._next_revocation = None
+        if moment < math.inf:
+            delay = max(0.0, moment - time.monotonic())
+            self._next_revocation = asyncio.get_running_loop().call_later(delay, self._revoke)
 
     async def _end(self, lease: Lease) -> None:
         """Make the engine give up a request; if it doesn't, cancel the request."""
@@ -365,7 +386,11 @@ class Router:
             name = f"{route.incarnation}:{route.epoch}"
             if route.open or self._leases.get(cell) or self._acknowledged.get(cell) == name:
                 continue
-            await self._redis.hset(keys.route_acks(cell), self.proxy_id, name)
+            pipeline = self._redis.pipeline()
+            pipeline.hset(keys.route_drains(cell), self.proxy_id, self._drains.of(cell).model_dump_json())
+            pipeline.hset(keys.route_acks(cell), self.proxy_id, name)
+            await pipeline.execute()
+            self._drains.told(cell)
             self._acknowledged[cell] = name
 
     def _forget_engines(self) -> None:

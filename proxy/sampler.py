@@ -17,6 +17,7 @@ from infra.sglang.errors import EngineError, EngineLost, EngineRefused
 from infra.sglang.generation import Generation
 from proxy.errors import BadRequest, ContextExceeded
 from proxy.limits import Limits
+from proxy.moves import Computed, Kv, Moves
 from proxy.recorder import OpenCall, Recorder
 from proxy.router import Lease, Router, Wish
 
@@ -36,6 +37,8 @@ class Job:
     max_new_tokens: int
     near: str
     """The cell that served the parent call, "" for none."""
+    kept: int = 0
+    """Leading tokens of the prompt that the parent call had."""
     seniority: int = 0
     """Calls that the episode has made."""
 
@@ -57,6 +60,7 @@ class Sampled:
     """Seconds of ``held_s`` that are not in Redis yet."""
     resampled: int = 0
     cached_tokens: int = 0
+    moves: Moves = field(default_factory=Moves)
 
     def add(self, ids: list[int], logprobs: list[float], versions: list[int]) -> None:
         self.output_ids += ids
@@ -79,14 +83,19 @@ class _Arrived:
 
 
 class Sampler:
-    def __init__(self, router: Router, recorder: Recorder, stop_token_ids: tuple[int, ...], limits: Limits) -> None:
+    def __init__(
+        self, router: Router, recorder: Recorder, stop_token_ids: tuple[int, ...], limits: Limits, kv: Kv
+    ) -> None:
         self._router, self._recorder = router, recorder
         self._stops = stop_token_ids
         self._limits = limits
+        self._kv = kv
 
     async def sample(self, job: Job) -> Sampled:
         """Raises NoCell when no cell serves the call in time, ContextExceeded or BadRequest when engines refuse it."""
         got = Sampled()
+        if job.near:
+            got.moves.at = Computed(job.near, job.kept)
         since = time.monotonic()
         deadline = since + self._limits.hold_s
         attempt = 0
@@ -131,6 +140,10 @@ class Sampler:
 
     async def _ask(self, job: Job, lease: Lease, prompt: array[int], got: Sampled) -> None:
         route, again = lease.route, bool(got.cells)
+        since = time.monotonic()
+        await got.moves.arrive(self._kv, route, prompt)
+        got.held_s += time.monotonic() - since
+        got.uncredited_s += time.monotonic() - since
         call = OpenCall(self._router.proxy_id, route.cell, lease.rid, job.digest.hex(), time.time())
         await self._recorder.open(job.key.episode, job.rid, call)
         if lease.revoked_at is not None:  # closed before the engine was asked
@@ -147,6 +160,7 @@ class Sampler:
             temperature=job.key.temperature,
             stop_token_ids=self._stops,
             version=route.version,
+            weights=route.weights,
             on_tokens=arrived.add if left >= STREAM_FROM else None,
             deadline_s=self._limits.generate_s,
         )
@@ -162,6 +176,7 @@ class Sampler:
         if generation is None:
             return
         got.add(generation.output_ids, generation.logprobs, generation.versions)
+        got.moves.count(route, len(prompt), generation)
         if not again:
             got.cached_tokens = generation.cached_tokens
         if generation.finish != "abort":

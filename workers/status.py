@@ -9,7 +9,7 @@ from rich.table import Table
 from temporalio.client import Client, WorkflowExecutionStatus
 
 from infra.settings import Settings
-from infra.temporal import TemporalUnreachable, connect
+from infra.temporal import ANSWER, TemporalUnreachable, connect
 from workers.errors import UsageError
 from workers.local import read_state
 from workers.progress import roles
@@ -27,7 +27,7 @@ async def collect(settings: Settings) -> dict[str, Any]:
             raise UsageError(f"the local stack is not running (`gyre up`), and {error}") from None
         raise
     scheduler = await client.get_workflow_handle_for(Scheduler.run, names.scheduler_id(settings.pool)).query(
-        Scheduler.status
+        Scheduler.status, rpc_timeout=ANSWER
     )
     return {
         "temporal": settings.temporal,
@@ -36,6 +36,7 @@ async def collect(settings: Settings) -> dict[str, Any]:
         "pool": settings.pool,
         "leased_to": scheduler.lease.run if scheduler.lease else "",
         "cells": roles(scheduler),
+        "lost": scheduler.lost,
         "version": scheduler.version,
         "reason": scheduler.reason,
         "runs": await list_runs(client),
@@ -62,6 +63,8 @@ def print_status(found: dict[str, Any], console: Console) -> None:
     cells = " ".join(f"{cell}={role}" for cell, role in found["cells"].items())
     leased = found["leased_to"] or "nobody"
     console.print(f"pool {found['pool']}: {cells}; version {found['version']}; leased to {leased}")
+    for cell, reason in found["lost"].items():
+        console.print(f"{cell} is lost: {reason}")
     console.print(f"last decision: {found['reason']}")
     for run in found["runs"]:
         console.print(f"run {run['run']}: {run['status']}, started {run['started']}")

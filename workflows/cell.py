@@ -2,22 +2,42 @@
 
 It compares what is with what should be, and repeats. A desired state with an older epoch is dropped. When the
 cell's engine or replica turns out to be another process than the one that was prepared, the cell is prepared again.
+
+A part of the cell that is silent is given `Desired.lost_s` seconds; then the cell is lost. The scheduler is told, the
+route stays closed, nothing is ordered, and the cell waits until all its parts answer; the scheduler hears that too.
 """
 
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import partial
 
 from pydantic import BaseModel
-from temporalio import workflow
+from temporalio import exceptions, workflow
 from temporalio.exceptions import ActivityError, ApplicationError
 
 with workflow.unsafe.imports_passed_through():
     from workflows import calls, names
     from workflows.group import cause_of
-    from workflows.orders import CellOrder, CellReport, CellStatus, Desired, DrainInput, TrainerReady, WatchCellInput
+    from workflows.orders import (
+        CellLost,
+        CellOrder,
+        CellReport,
+        CellStatus,
+        Desired,
+        DrainInput,
+        DrainResult,
+        ReachCellInput,
+        Switched,
+        TrainerReady,
+        WatchCellInput,
+    )
 
 BACKOFF_S = (1, 2, 5, 10)
+HOPELESS = 8
+"""Failures in a row after which a cell that answers, but cannot be brought into the desired state, counts as lost."""
+RETURN_S = (0, 5, 10, 30)
+"""Seconds before a cell that was lost is asked again, by how often in a row it was lost."""
 
 
 class CellState(BaseModel):
@@ -37,6 +57,21 @@ class CellState(BaseModel):
     history_limit: int = 4000
     """Events after which the workflow continues as new."""
     last_switch_s: float = 0.0
+    last_drain: DrainResult | None = None
+    draining_s: float | None = None
+    """Seconds that the drain under way may wait for calls to end; None: none is under way, or it waits for nothing."""
+    wanted_at: str = ""
+    reached_at: str = ""
+    again_at: str = ""
+    """As in `CellStatus`."""
+    pool: str = ""
+    """Pool whose scheduler hears that the cell is here, when its workflow starts; empty: nobody."""
+    suspect: bool = False
+    """A part was silent or an order failed: all parts must answer before the next order."""
+    lost: str = ""
+    """Why the cell is lost; empty while it isn't."""
+    losses: int = 0
+    """How often in a row it was lost without having held a role in between."""
 
 
 @workflow.defn(name="gyre.Cell")
@@ -47,9 +82,14 @@ class Cell:
 
     @workflow.run
     async def run(self, state: CellState) -> None:
+        if self.state.pool:  # a scheduler that looked for this workflow in vain counts the cell as lost
+            pool, self.state.pool = self.state.pool, ""
+            await self._tell_scheduler(pool, "cell_back", self.state.cell)
         while workflow.info().get_current_history_length() < self.state.history_limit:
             self._describe()
-            if not self.state.holds:
+            if self.state.lost:
+                await self._await_return()
+            elif not self.state.holds:
                 await self._reconcile()
             elif self.state.role == "idle":
                 await workflow.wait_condition(lambda: not self.state.holds)
@@ -63,6 +103,7 @@ class Cell:
         if desired.epoch > self.state.desired.epoch:
             self.state.desired = desired
             self.state.holds = False
+            self.state.wanted_at = workflow.now().isoformat()
 
     @workflow.signal(description="A step has declared an incarnation of the replica lost")
     def fence(self, incarnation: str) -> None:
@@ -84,31 +125,86 @@ class Cell:
             replica=state.replica,
             error=state.error,
             last_switch_s=state.last_switch_s,
+            last_drain=state.last_drain,
+            draining_s=state.draining_s,
+            lost=state.lost,
+            actual=state.role,
+            holds=state.holds,
+            failures=state.failures,
+            wanted_at=state.wanted_at,
+            reached_at=state.reached_at,
+            again_at=state.again_at,
+            reason=state.desired.reason,
         )
 
     async def _reconcile(self) -> None:
         state, desired = self.state, self.state.desired
         started = workflow.now()
         try:
-            await calls.drain_cell(DrainInput(cell=state.cell, epoch=desired.epoch))
+            if not await self._drain(desired):
+                return
+            if state.suspect and desired.role != "idle" and await self._reach(desired) is None:
+                return
             report = await self._enter(desired)
         except (ActivityError, ApplicationError) as error:
             state.error = cause_of(error) if isinstance(error, ActivityError) else str(error)
             state.failures += 1
+            state.suspect = True
+            if state.failures >= HOPELESS:
+                await self._lose(f"cannot become {desired.role}: {state.error}")
+                return
             self._describe()
             wait = timedelta(seconds=BACKOFF_S[min(state.failures, len(BACKOFF_S)) - 1])
+            state.again_at = (workflow.now() + wait).isoformat()
             try:
                 await workflow.wait_condition(lambda: state.desired is not desired, timeout=wait)
             except TimeoutError:
                 workflow.logger.warning("%s tries again: %s", state.cell, state.error)
+            state.again_at = ""
             return
-        state.error, state.failures = "", 0
+        state.error, state.failures, state.suspect = "", 0, False
+        if desired.role != "idle":
+            state.losses = 0
+        # A cell that starts has more to do than one that switches.
+        switched = state.role != desired.role and "idle" not in (state.role, desired.role)
         if state.role != desired.role:
             state.switches += 1
             state.last_switch_s = (workflow.now() - started).total_seconds()
         state.engine, state.replica = report.engine, report.replica
         state.role, state.version = desired.role, desired.version
         state.holds = state.desired is desired
+        state.reached_at = workflow.now().isoformat()
+        if switched and desired.pool:
+            await self._tell_scheduler(
+                desired.pool, "switched", Switched(cell=state.cell, to=desired.role, seconds=state.last_switch_s)
+            )
+
+    async def _tell_scheduler(self, pool: str, signal: str, message: Switched | CellLost | str) -> None:
+        try:
+            await workflow.get_external_workflow_handle(names.scheduler_id(pool)).signal(signal, message)
+        except ApplicationError as error:
+            workflow.logger.warning("nobody hears %s of %s: %s", signal, self.state.cell, error)
+
+    async def _drain(self, desired: Desired) -> bool:
+        """Until no call runs on the cell; False when another state is desired before that."""
+        state = self.state
+        update = state.role == desired.role == "rollout" and state.version != desired.version
+        patience = desired.update_wait_s if update else desired.drain_s
+        if state.suspect:  # nothing ends by itself on a cell that may be dead
+            patience = 0.0
+        drain = calls.drain_cell(DrainInput(cell=state.cell, epoch=desired.epoch, drain_s=patience))
+        if patience:
+            state.draining_s = patience
+            self._describe()
+            await workflow.wait_condition(lambda: drain.done() or state.desired is not desired)
+            state.draining_s = None
+            if not drain.done():  # the new state may be more urgent, and its drain goes on where this one was
+                calls.abandon(drain)
+                return False
+        state.last_drain = await drain
+        if update and patience and state.last_drain.moved:
+            workflow.logger.warning("%s: %d calls outlasted an update", state.cell, state.last_drain.moved)
+        return True
 
     async def _enter(self, desired: Desired) -> CellReport:
         state = self.state
@@ -136,18 +232,80 @@ class Cell:
 
     async def _watch(self) -> None:
         state = self.state
-        watch = calls.watch_cell(WatchCellInput(cell=state.cell, engine=state.engine, replica=state.replica))
+        watch = calls.watch_cell(
+            WatchCellInput(
+                cell=state.cell,
+                engine=state.engine,
+                replica=state.replica,
+                needs_engine=state.role == "rollout",
+            ),
+            state.desired.lost_s,
+        )
         await workflow.wait_condition(lambda: not state.holds or watch.done())
         if not watch.done():
             calls.abandon(watch)
             return
         try:
-            report = await watch
-        except ActivityError as error:
+            report: CellReport | None = await watch
+        except ActivityError as error:  # its worker is silent; what it watched may be as it was
             state.error = cause_of(error)
-        else:
-            state.engine, state.replica = report.engine, report.replica
-        state.holds = False
+            self._describe()
+            report = await self._reach(state.desired)
+        if report is None:
+            return
+        same = (report.engine or state.engine, report.replica or state.replica) == (state.engine, state.replica)
+        if same and not report.missing:
+            state.error = ""
+            return
+        state.engine, state.replica = report.engine, report.replica
+        state.suspect, state.holds = bool(report.missing), False
+
+    async def _reach(self, desired: Desired) -> CellReport | None:
+        """What answers, once all does that the desired role needs. None: the cell is lost, or is to be another."""
+        state = self.state
+        reach = ReachCellInput(cell=state.cell, needs_engine=desired.role != "train")
+        try:
+            report = await calls.reach_cell(reach, desired.lost_s)
+        except ActivityError as error:
+            await self._lose(f"{_silent(error)} has not answered for {desired.lost_s:.0f} s")
+            return None
+        return report if state.desired is desired else None
+
+    async def _lose(self, reason: str) -> None:
+        state = self.state
+        state.lost, state.losses, state.failures = reason, state.losses + 1, 0
+        state.role, state.version, state.holds, state.suspect = "idle", -1, False, True
+        self._describe()
+        if state.desired.pool:
+            await self._tell_scheduler(state.desired.pool, "cell_lost", CellLost(cell=state.cell, reason=reason))
+
+    async def _await_return(self) -> None:
+        """Lost: the route stays closed, whatever is desired, until every part answers."""
+        state = self.state
+        told = state.desired
+        if wait := RETURN_S[min(state.losses, len(RETURN_S)) - 1]:
+            await workflow.sleep(wait)
+        reach = calls.reach_cell(ReachCellInput(cell=state.cell, needs_engine=True), None)
+        while not reach.done():
+            desired = state.desired
+            drain = calls.drain_cell(DrainInput(cell=state.cell, epoch=desired.epoch))
+            if desired is not told and desired.role != "idle" and desired.pool:  # it doesn't know, or no longer
+                lost = CellLost(cell=state.cell, reason=state.lost)
+                await self._tell_scheduler(desired.pool, "cell_lost", lost)
+            await workflow.wait_condition(partial(self._returns_or_changes, reach, desired))
+            calls.abandon(drain)
+        try:
+            await reach
+        except ActivityError as error:
+            workflow.logger.warning("%s is waited for anew: %s", state.cell, cause_of(error))
+            return
+        state.lost, state.error, state.suspect = "", "", False
+        pool = state.desired.pool or told.pool
+        if pool:
+            await self._tell_scheduler(pool, "cell_back", state.cell)
+
+    def _returns_or_changes(self, reach: workflow.ActivityHandle[CellReport], desired: Desired) -> bool:
+        return reach.done() or self.state.desired is not desired
 
     def _describe(self) -> None:
         state = self.state
@@ -159,6 +317,23 @@ class Cell:
             f"- why: {state.desired.reason}",
             f"- role switches: {state.switches}, the last took {state.last_switch_s:.2f} s",
         ]
+        if state.last_drain is not None:
+            drain = state.last_drain
+            lines.append(f"- last drain: {drain.seconds:.2f} s, {drain.ended} calls ended, {drain.moved} were moved")
+        if state.draining_s is not None:
+            lines.append(f"- draining: calls that run may end within {state.draining_s:.0f} s")
+        if state.lost:
+            lines.append(f"- **lost**: {state.lost}; it is used again once all its parts answer")
         if state.error:
             lines.append(f"- **failing** ({state.failures}): {state.error}")
         workflow.set_current_details("\n".join(lines))
+
+
+def _silent(error: ActivityError) -> str:
+    """The parts of a cell that did not answer, as far as its worker could tell."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, exceptions.TimeoutError) and cause.last_heartbeat_details:
+            return f"its {cause.last_heartbeat_details[0]}"
+        cause = cause.__cause__
+    return "its worker"

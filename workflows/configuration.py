@@ -100,13 +100,28 @@ class EvaluationConfig(Contract):
 
 
 class SchedulerConfig(Contract):
-    policy: Literal["watermark", "colocate", "async", "predictive"] = "watermark"
+    policy: Literal["predictive", "watermark", "colocate", "async"] = "predictive"
     training_cells: int = Field(default=1, ge=1)
     """Cells that the static split of `async` gives to training."""
     claim_s: float = Field(default=30.0, gt=0)
     """Seconds of training work that one claim of a cell holds: less is lost with a replica than the claim costs."""
     satellite_s: float = Field(default=5.0, ge=0)
-    """Seconds of training work that must wait before a further cell joins (about twice a role switch)."""
+    """Seconds of training work that must wait before a further cell joins (about twice a role switch); `predictive`
+    takes the measured seconds of the last switches once there are any."""
+    solo_speedup: float = Field(default=1.0, ge=1)
+    """How much faster an episode goes on alone on a cell than on a full one, for `predictive`: 1 where the time goes
+    into tools."""
+    drain_s: float = Field(default=2.0, ge=0, le=600)
+    """Seconds for which the calls on a cell that leaves rollout may end by themselves; what runs on is then aborted and
+    goes on elsewhere. The switch takes as much longer; 0 moves every call at once."""
+    calls_across_updates: Literal["continue", "finish"] = "continue"
+    """What becomes of a call that runs on a cell when its weights are updated: `continue` aborts it, and the rest of
+    the turn is sampled under the new weights after a fresh prefill; with `finish` the update waits for it."""
+    update_wait_s: float = Field(default=600.0, gt=0, le=3600)
+    """Seconds that an update waits at most for the calls that must `finish`; what is left then continues."""
+    lost_s: float = Field(default=90.0, gt=0)
+    """Seconds after which a cell whose worker, engine or replica doesn't answer counts as lost, until it answers again:
+    longer than it takes to start a process of a cell anew."""
 
 
 class RunConfig(Contract):

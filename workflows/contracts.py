@@ -61,6 +61,8 @@ class StepInput(Contract):
     tasks: list[int]
     """Indices into the sorted task set, one group each."""
     group_size: int
+    tokens_per_s: float = 1000.0
+    """Training throughput of one cell in the step before: what a first claim is measured by."""
 
     @property
     def run(self) -> str:
@@ -112,6 +114,10 @@ class EpisodeExit(Contract):
     """Name under which the episode's call records lie: of the generation that ended it."""
     workspace_ref: str = ""
     """Blob with the preserved workspace (tar)."""
+    generation: int = 0
+    """The generation that ended it, from 1; 0 when that is not known."""
+    restarts: list[str] = []
+    """One line for each generation that was lost before: when, why, and what followed."""
     detail: str = ""
     """One line for people: why it ended."""
 
@@ -181,6 +187,14 @@ class GroupResult(Contract):
     held_s: float = 0.0
     moved_calls: int = 0
     """Calls that more than one cell served."""
+    moved_tokens: int = 0
+    """Prefix tokens of calls that went to another engine than the one with their KV (`trajectory.records`)."""
+    moved_from_store: int = 0
+    """Of these, those whose KV came from the KV store."""
+    moved_recomputed: int = 0
+    """Of these, those whose KV was computed again."""
+    moved_bytes: int = 0
+    """Of KV that came from the store."""
     stats_ref: str = ""
     """Blob with the group's full statistics and its episodes' seals."""
 
@@ -208,12 +222,18 @@ class StepResult(Contract):
     staleness: int = 0
     grad_norm: float = 0.0
     moved_calls: int = 0
+    moved_tokens: int = 0
+    moved_from_store: int = 0
+    moved_recomputed: int = 0
+    moved_bytes: int = 0
     held_s: float = 0.0
     episodes_running_at_first_switch: int = 0
     """Episodes of the run that ran when the first cell had left rollout for this step: elasticity at work."""
     core: str = ""
     satellites: list[str] = []
     seconds: float = 0.0
+    tokens_per_s: float = 0.0
+    """Training throughput of one cell; 0 when too little was trained to tell."""
     train_stats: dict[str, float] = {}
     """Sums and maxima of the loss's statistics over the claims that ended."""
     gauges: dict[str, float] = {}

@@ -2,7 +2,8 @@
 
 Invariant: at any time each micro-step is exactly one of waiting, claimed by one incarnation, or in the sum of one
 incarnation. An incarnation that is declared lost takes its sum with it: all its micro-steps wait again, and it is
-fenced for good.
+fenced for good. The core is the cell that was named last: an older one, lost or not, is never core again by itself. A
+satellite that becomes core keeps its sum.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ class Trainer:
     ready: TrainerReady
     claimed: list[str] = field(default_factory=list)
     summed: list[str] = field(default_factory=list)
+    gone: bool = False
+    """Declared lost: nobody waits for its orders."""
 
     @property
     def idle(self) -> bool:
@@ -32,6 +35,8 @@ class GradientLedger:
     trainers: dict[str, Trainer] = field(default_factory=dict)
     """Incarnation -> its work."""
     fenced: set[str] = field(default_factory=set)
+    left: dict[str, int] = field(default_factory=dict)
+    """Cell -> epoch before which nothing of it counts: it was lost, or given something else to do."""
 
     def add(self, micro_steps: Iterable[MicroStepRef]) -> None:
         for micro_step in micro_steps:
@@ -40,7 +45,12 @@ class GradientLedger:
                 self.waiting.append(micro_step.ref)
 
     def join(self, ready: TrainerReady) -> bool:
-        """Take a trainer in. False when its incarnation has been declared lost."""
+        """Take a trainer in. False when its incarnation has been declared lost: it must begin anew.
+
+        One that reports from before its cell was taken away is not taken in, and there is nothing to be done about it.
+        """
+        if ready.epoch < self.left.get(ready.cell, 0):
+            return True
         if ready.incarnation in self.fenced:
             return False
         for other in [t for t in self.trainers.values() if t.ready.cell == ready.cell]:
@@ -65,12 +75,14 @@ class GradientLedger:
             trainer.claimed.append(ref)
         return list(trainer.claimed)
 
-    def done(self, incarnation: str) -> None:
-        """The trainer's claim is in its sum."""
+    def done(self, incarnation: str) -> bool:
+        """The trainer's claim is in its sum. False when the trainer has been lost meanwhile, and its claim with it."""
         trainer = self.trainers.get(incarnation)
-        if trainer is not None:
-            trainer.summed += trainer.claimed
-            trainer.claimed = []
+        if trainer is None:
+            return False
+        trainer.summed += trainer.claimed
+        trainer.claimed = []
+        return True
 
     def lose(self, incarnation: str) -> list[str]:
         """Declare an incarnation lost; returns the micro-steps that wait again because of it."""
@@ -78,14 +90,22 @@ class GradientLedger:
         trainer = self.trainers.pop(incarnation, None)
         if trainer is None:
             return []
+        trainer.gone = True
         again = trainer.summed + trainer.claimed
         self.waiting += again
         return again
 
+    def leave(self, cell: str, epoch: int) -> list[str]:
+        """A cell trains this step no more, as of an epoch; returns the micro-steps that wait again because of it."""
+        self.left[cell] = max(epoch, self.left.get(cell, 0))
+        of_cell = [trainer.ready for trainer in self.trainers.values() if trainer.ready.cell == cell]
+        return [ref for ready in of_cell if ready.epoch < epoch for ref in self.lose(ready.incarnation)]
+
     @property
     def core(self) -> Trainer | None:
-        """The trainer that was prepared as core: with optimizer state. None while there is none."""
-        return next((trainer for trainer in self.trainers.values() if trainer.ready.core), None)
+        """The trainer that was prepared as core last: with optimizer state. None while there is none."""
+        cores = [trainer for trainer in self.trainers.values() if trainer.ready.core]
+        return max(cores, key=lambda trainer: trainer.ready.epoch, default=None)
 
     @property
     def idle(self) -> list[Trainer]:

@@ -36,6 +36,36 @@ class Desired(Contract):
     reason: str = ""
     fence: str = ""
     """Replica incarnation that was declared lost: if it lives, it must forget its gradient sums."""
+    drain_s: float = 0.0
+    """Seconds for which calls that run on the cell may end by themselves before they are moved to another."""
+    update_wait_s: float = 0.0
+    """The same where the cell goes on serving, under another weight version."""
+    pool: str = ""
+    """Pool whose scheduler hears how long the switch took, and when the cell is lost."""
+    lost_s: float = 90.0
+    """Seconds after which the cell counts as lost when a part of it doesn't answer."""
+
+
+class DrainInput(Contract):
+    cell: str
+    epoch: int
+    deadline_s: float = 30.0
+    """Seconds after ``drain_s`` in which every proxy has to say that it has no request left on the cell."""
+    drain_s: float = 0.0
+    """Seconds for which calls that run on the cell may end by themselves."""
+
+
+class DrainResult(Contract):
+    seconds: float
+    """From the closing of the route until no call ran on the cell."""
+    acknowledged: int
+    """Proxies that said they have no request left on the cell."""
+    expired: int
+    """Proxies whose lease ran out instead."""
+    ended: int = 0
+    """Calls that ran when the route closed and ended by themselves."""
+    moved: int = 0
+    """Calls that were aborted; what they had sampled goes on elsewhere, or here under the next weights."""
 
 
 class CellStatus(Contract):
@@ -50,6 +80,26 @@ class CellStatus(Contract):
     """Incarnation of the training replica."""
     error: str = ""
     last_switch_s: float = 0.0
+    last_drain: DrainResult | None = None
+    """None: never drained."""
+    draining_s: float | None = None
+    """The cell waits at most so many seconds for its calls to end; None: it doesn't drain now."""
+    lost: str = ""
+    """Why the cell is lost; empty while it isn't."""
+    actual: str = ""
+    """The role that it is in; ``role`` is the desired one."""
+    holds: bool = True
+    """It is in the desired state, as far as is known."""
+    failures: int = 0
+    """Attempts in a row that failed to reach the desired state."""
+    wanted_at: str = ""
+    """Since when that state is desired; like the following, ISO 8601, and empty when that is not known."""
+    reached_at: str = ""
+    """When a desired state was last reached."""
+    again_at: str = ""
+    """When the next attempt begins, after one that failed."""
+    reason: str = ""
+    """Why the scheduler desires that state."""
 
 
 class TrainerReady(Contract):
@@ -86,6 +136,40 @@ class LeaseRequest(Contract):
     scheduler: SchedulerConfig
 
 
+class Switched(Contract):
+    """Cell -> Scheduler: a role switch, from the order to the state that holds."""
+
+    cell: str
+    to: Role
+    seconds: float
+
+
+class Decided(Contract):
+    """A decision of the policy, kept for people."""
+
+    at: str
+    """ISO 8601."""
+    reason: str
+    roles: dict[str, str]
+    """Of each cell, in words."""
+
+
+class CellLost(Contract):
+    """Cell -> Scheduler: a part of the cell has not answered for too long."""
+
+    cell: str
+    reason: str
+
+
+class TrainerGone(Contract):
+    """Scheduler -> Step: a cell is lost, or has been given something else to do; its gradient sum with it."""
+
+    cell: str
+    epoch: int
+    """The cell's trainers of an older epoch count no more."""
+    reason: str
+
+
 class StepProgress(Contract):
     """Step -> Scheduler, when the training work that waits has changed."""
 
@@ -96,6 +180,8 @@ class StepProgress(Contract):
     ready_tokens: int
     tokens_per_s: float
     """Training throughput of one cell, measured in this step; 0 while unknown."""
+    rollout_tokens_per_s: float = 0.0
+    """Training tokens that an active second of an episode has brought in this step; 0 while unknown."""
 
 
 class StepClosed(Contract):
@@ -195,20 +281,6 @@ class Committed(Contract):
     gauges_ref: str = ""
 
 
-class DrainInput(Contract):
-    cell: str
-    epoch: int
-    deadline_s: float = 30.0
-
-
-class DrainResult(Contract):
-    seconds: float
-    acknowledged: int
-    """Proxies that said they have no request left on the cell."""
-    expired: int
-    """Proxies whose lease ran out instead."""
-
-
 class CellOrder(Contract):
     """An order to a cell's worker: bring engine or replica into ``desired``."""
 
@@ -225,9 +297,18 @@ class CellReport(Contract):
     seconds: float = 0.0
     running: int = 0
     """Episodes of the run that ran when the cell had left rollout."""
+    missing: str = ""
+    """Parts of the cell that don't answer; empty when all do that its role needs."""
 
 
 class WatchCellInput(Contract):
     cell: str
     engine: str
     replica: str
+    needs_engine: bool = True
+    """False while the cell trains: a dead engine is then no loss."""
+
+
+class ReachCellInput(Contract):
+    cell: str
+    needs_engine: bool

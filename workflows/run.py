@@ -26,6 +26,8 @@ with workflow.unsafe.imports_passed_through():
     from workflows.step import Step
 
 RECONCILE = timedelta(seconds=60)
+ASK_AGAIN, ASK_AGAIN_AT_LAST = timedelta(seconds=60), timedelta(hours=1)
+"""How long a run waits for the pool before it asks again: at first, and at most."""
 KEPT_RESULTS = 512
 KEPT_REQUESTS = 256
 
@@ -165,11 +167,21 @@ class Run:
                 context=RunContext(run=config.name, policy=config.policy, optimizer=config.optimizer, loss=config.loss),
                 scheduler=config.scheduler,
             )
-            scheduler = workflow.get_external_workflow_handle(names.scheduler_id(state.pool))
-            await scheduler.signal("request_lease", request)
             self._describe()
+            await self._await_lease(request)
+
+    async def _await_lease(self, request: LeaseRequest) -> None:
+        """Ask again now and then: a scheduler that was started anew has heard of nobody."""
+        state, patience = self.state, ASK_AGAIN
+        while True:
+            await workflow.get_external_workflow_handle(names.scheduler_id(state.pool)).signal("request_lease", request)
             heed_cancellation()
-            await workflow.wait_condition(lambda: state.leased)
+            try:
+                await workflow.wait_condition(lambda: state.leased, timeout=patience)
+            except TimeoutError:
+                patience = min(2 * patience, ASK_AGAIN_AT_LAST)
+            else:
+                return
 
     async def _loop(self) -> None:
         state = self.state
@@ -262,6 +274,7 @@ class Run:
                 shuffled=state.config.task_order == "shuffled",
             ),
             group_size=state.config.group_size,
+            tokens_per_s=next((one.tokens_per_s for one in reversed(state.results) if one.tokens_per_s), 1000.0),
         )
 
     async def _open(self, step: StepInput) -> None:

@@ -1,8 +1,7 @@
 """`gyre.Step`: one policy update, or one evaluation.
 
-It starts the groups, gives their micro-steps to the cells that train (it alone arbitrates claims), and makes the
-update when every micro-step is in exactly one gradient sum. The candidate in this workflow's history is the commit
-of version v+1; LATEST and publication follow from it.
+It starts the groups and has their micro-steps trained and the update made as they finish (`workflows.step_training`).
+The candidate in this workflow's history is the commit of version v+1; LATEST and publication follow from it.
 """
 
 from __future__ import annotations
@@ -12,29 +11,26 @@ from collections import Counter
 
 from temporalio import workflow
 from temporalio.common import SearchAttributeKey
-from temporalio.exceptions import ActivityError, ApplicationError
+from temporalio.exceptions import ApplicationError
 
 with workflow.unsafe.imports_passed_through():
     from workflows import calls, names
     from workflows.cancellation import heed_cancellation
     from workflows.contracts import GroupInput, GroupResult, StepInput, StepResult
-    from workflows.gradient_ledger import GradientLedger, Trainer
-    from workflows.group import Group, cause_of
+    from workflows.group import Group
     from workflows.orders import (
         Candidate,
         CommitInput,
-        FinishInput,
         GaugesInput,
-        GradientsInput,
-        GradientSum,
         RunContext,
         StepClosed,
         StepFinished,
         StepOpened,
         StepProgress,
+        TrainerGone,
         TrainerReady,
-        TrainInput,
     )
+    from workflows.step_training import StepTraining
 
 WAVE = 64
 """Groups in flight at once: a wide fan-out in one workflow task would pass the server's message limit."""
@@ -51,18 +47,12 @@ class Step:
     def __init__(self, step: StepInput) -> None:
         self.step = step
         self.groups: list[GroupResult] = []
-        self.ledger = GradientLedger()
         self.base_ref = step.candidate_ref
         self.paused = False
         self.phase = "rollout"
-        self.stats: dict[str, float] = {}
-        self.maxima: dict[str, float] = {}
-        self.claim_stats: list[str] = []
-        self.trained_tokens = 0
-        self.trained_s = 0.0
-        self.claims: set[asyncio.Task[None]] = set()
         self.running_at_first_switch = 0
-        self.satellites: list[str] = []
+        self.training = StepTraining(step, self.groups, self._report_progress, self._enter)
+        self.ledger = self.training.ledger
 
     @workflow.run
     async def run(self, step: StepInput) -> StepResult:
@@ -74,13 +64,13 @@ class Step:
                 GYRE_PHASE.value_set("train" if step.train else "evaluate"),
             ]
         )
-        await calls.open_step(step)
+        order = await calls.open_step(step) or list(range(len(step.tasks)))
         await self._tell_scheduler("step_opened", self._opened())
         heed_cancellation()
         if step.train and step.config.max_staleness:
             await calls.await_turn(step.run, step.step)
-        training = asyncio.create_task(self._train()) if step.train else None
-        await self._run_groups()
+        training = asyncio.create_task(self.training.run()) if step.train else None
+        await self._run_groups(order)
         candidate = await training if training is not None else None
         result = self._result(candidate, (workflow.now() - started).total_seconds())
         committed = await calls.commit_candidate(
@@ -93,7 +83,7 @@ class Step:
                 gauges=GaugesInput(
                     version=step.version,
                     groups=[group.stats_ref for group in self.groups if group.stats_ref],
-                    claims=self.claim_stats,
+                    claims=self.training.claim_stats,
                 ),
             )
         )
@@ -116,12 +106,17 @@ class Step:
 
     @workflow.signal(description="A cell's replica holds the step's version and can be given micro-steps")
     async def trainer_ready(self, ready: TrainerReady) -> None:
-        if not self.step.train or self.phase == "closed":
+        if not self.step.train:
             return
         if not self.ledger.trainers:
             self.running_at_first_switch = max(self.running_at_first_switch, ready.running)
-        if not self.ledger.join(ready):
-            await self._fence(ready.cell, ready.incarnation)
+        await self.training.join(ready)
+        self._describe()
+
+    @workflow.signal(description="A cell that trains the step is lost, or has been given something else to do")
+    async def trainer_gone(self, gone: TrainerGone) -> None:
+        if self.step.train:
+            await self.training.leave(gone)
         self._describe()
 
     @workflow.signal(description="Stop (or go on) starting groups")
@@ -139,14 +134,21 @@ class Step:
             "micro_steps": len(self.ledger.micro_steps),
             "open_micro_steps": len(self.ledger.open_refs),
             "trainers": {t.ready.cell: len(t.summed) for t in self.ledger.trainers.values()},
+            "claimed": {t.ready.cell: len(t.claimed) for t in self.ledger.trainers.values()},
+            "waiting_micro_steps": len(self.ledger.waiting),
+            "core": self.ledger.core.ready.cell if self.ledger.core else "",
+            "train": self.step.train,
+            "version": self.step.version,
+            "group_size": self.step.group_size,
             "paused": self.paused,
         }
 
     # --- rollout --------------------------------------------------------------------------------------------------
 
-    async def _run_groups(self) -> None:
+    async def _run_groups(self, order: list[int]) -> None:
+        """All groups, started in ``order``."""
         slots = asyncio.Semaphore(WAVE)
-        await asyncio.gather(*(self._run_group(group, slots) for group in range(len(self.step.tasks))))
+        await asyncio.gather(*(self._run_group(group, slots) for group in order))
         if self.phase == "rollout":
             self._enter("training" if self.step.train else "closing")
 
@@ -176,123 +178,6 @@ class Step:
             await self._report_progress()
         self._describe()
 
-    # --- training -------------------------------------------------------------------------------------------------
-
-    async def _train(self) -> Candidate:
-        """Claims until every micro-step is summed, then the update; again from what a lost replica took along."""
-        while True:
-            await workflow.wait_condition(lambda: self._can_claim() or self._can_finish())
-            if self._can_finish():
-                candidate = await self._finish()
-                if candidate is not None:
-                    return candidate
-                continue
-            for trainer in self.ledger.idle:
-                if not self.ledger.waiting:
-                    break
-                share = self.ledger.tokens(self.ledger.waiting) // max(1, len(self.ledger.idle)) + 1
-                refs = self.ledger.claim(trainer.ready.incarnation, min(share, self._claim_tokens()))
-                task = asyncio.create_task(self._train_claim(trainer, refs))
-                self.claims.add(task)
-                task.add_done_callback(self.claims.discard)
-
-    def _can_claim(self) -> bool:
-        return bool(self.ledger.waiting and self.ledger.idle)
-
-    def _can_finish(self) -> bool:
-        all_groups = len(self.groups) == len(self.step.tasks)
-        return all_groups and self.ledger.complete and self.ledger.core is not None
-
-    def _claim_tokens(self) -> int:
-        return int(self.step.config.scheduler.claim_s * (self._tokens_per_s() or 1000.0))
-
-    def _tokens_per_s(self) -> float:
-        return self.trained_tokens / self.trained_s if self.trained_s > 1 else 0.0
-
-    async def _train_claim(self, trainer: Trainer, refs: list[str]) -> None:
-        ready, step = trainer.ready, self.step
-        order = TrainInput(
-            cell=ready.cell,
-            incarnation=ready.incarnation,
-            run=step.run,
-            step=step.step,
-            version=step.version,
-            micro_steps=refs,
-        )
-        try:
-            result = await calls.train_micro_steps(order)
-        except ActivityError as error:
-            await self._lose(trainer, error)
-            return
-        self.ledger.done(ready.incarnation)
-        self.trained_tokens += self.ledger.tokens(refs)
-        self.trained_s += result.seconds
-        if result.stats_ref:
-            self.claim_stats.append(result.stats_ref)
-        for name, value in result.stats.items():
-            if name.startswith("max_"):
-                self.maxima[name] = max(self.maxima.get(name, 0.0), value)
-            else:
-                self.stats[name] = self.stats.get(name, 0.0) + value
-        await self._report_progress()
-
-    async def _finish(self) -> Candidate | None:
-        """The update. None when a replica was lost on the way: its micro-steps wait again."""
-        self._enter("updating")
-        core, step = self.ledger.core, self.step
-        if core is None:
-            return None
-        sums: list[GradientSum] = []
-        for trainer in list(self.ledger.trainers.values()):
-            if trainer is core or not trainer.summed:
-                continue
-            order = GradientsInput(
-                cell=trainer.ready.cell, incarnation=trainer.ready.incarnation, run=step.run, step=step.step
-            )
-            try:
-                sums.append(await calls.offer_gradients(order))
-            except ActivityError as error:
-                await self._lose(trainer, error)
-                return None
-        finish = FinishInput(
-            cell=core.ready.cell,
-            incarnation=core.ready.incarnation,
-            run=step.run,
-            step=step.step,
-            version=step.version,
-            normaliser=max(1, sum(group.in_normaliser for group in self.groups)),  # 1: nothing to divide
-            micro_steps=list(self.ledger.micro_steps),
-            satellites=sums,
-            record_gradient=step.config.record_gradients,
-        )
-        try:
-            candidate = await calls.finish_step(finish)
-        except ActivityError as error:
-            await self._lose(core, error)
-            return None
-        self.satellites = [offer.cell for offer in sums]
-        return candidate
-
-    async def _lose(self, trainer: Trainer, error: ActivityError) -> None:
-        again = self.ledger.lose(trainer.ready.incarnation)
-        workflow.logger.warning(
-            "%s (%s) is lost to step %s, %d micro-steps wait again: %s",
-            trainer.ready.cell,
-            trainer.ready.incarnation,
-            self.step.step,
-            len(again),
-            cause_of(error),
-        )
-        self._enter("training")
-        await self._fence(trainer.ready.cell, trainer.ready.incarnation)
-        await self._report_progress()
-
-    async def _fence(self, cell: str, incarnation: str) -> None:
-        try:
-            await workflow.get_external_workflow_handle(names.cell_id(cell)).signal("fence", incarnation)
-        except ApplicationError as error:
-            workflow.logger.warning("cannot fence %s: %s", cell, error)
-
     # --- words ----------------------------------------------------------------------------------------------------
 
     def _opened(self) -> StepOpened:
@@ -308,6 +193,10 @@ class Step:
             scheduler=config.scheduler,
         )
 
+    def _rollout_tokens_per_s(self) -> float:
+        active_s = sum(group.active_s for group in self.groups)
+        return self.ledger.tokens(self.ledger.micro_steps) / active_s if active_s else 0.0
+
     async def _report_progress(self) -> None:
         if self.step.train:
             refs = self.ledger.open_refs
@@ -316,7 +205,8 @@ class Step:
                 step=self.step.step,
                 ready=len(refs),
                 ready_tokens=self.ledger.tokens(refs),
-                tokens_per_s=self._tokens_per_s(),
+                tokens_per_s=self.training.tokens_per_s,
+                rollout_tokens_per_s=self._rollout_tokens_per_s(),
             )
             await self._tell_scheduler("step_progress", progress)
 
@@ -338,7 +228,6 @@ class Step:
             outcomes.update(group.outcomes)
         valid = sum(group.valid for group in groups)
         oldest = min((group.oldest_version for group in groups if group.oldest_version >= 0), default=step.version)
-        core = self.ledger.core
         return StepResult(
             run=step.run,
             step=step.step,
@@ -357,12 +246,17 @@ class Step:
             staleness=step.version - oldest,
             grad_norm=candidate.grad_norm if candidate else 0.0,
             moved_calls=sum(group.moved_calls for group in groups),
+            moved_tokens=sum(group.moved_tokens for group in groups),
+            moved_from_store=sum(group.moved_from_store for group in groups),
+            moved_recomputed=sum(group.moved_recomputed for group in groups),
+            moved_bytes=sum(group.moved_bytes for group in groups),
             held_s=sum(group.held_s for group in groups),
             episodes_running_at_first_switch=self.running_at_first_switch,
-            core=core.ready.cell if core else "",
-            satellites=self.satellites,
+            core=self.training.core,
+            satellites=self.training.satellites,
             seconds=seconds,
-            train_stats={**self.stats, **self.maxima},
+            tokens_per_s=self.training.tokens_per_s,
+            train_stats=self.training.stats,
         )
 
     def _enter(self, phase: str) -> None:

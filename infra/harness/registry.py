@@ -12,6 +12,7 @@ from infra.harness.harness import Harness, HarnessUnavailable
 from infra.harness.mini_adapter import Mini
 from infra.harness.mini_swe_agent import MiniSweAgent
 from infra.harness.opencode import OpenCode
+from infra.harness.paced_adapter import Paced
 from infra.harness.qwen_code import QwenCode
 
 DEFAULT_FOLDER: Final = Path(".gyre-harness")
@@ -28,9 +29,13 @@ _HARNESSES: Final[Mapping[str, Callable[[Path], Harness]]] = {
 
 NAMES: Final = tuple(sorted(_HARNESSES))
 
+_SCRIPTED: Final[Mapping[str, Callable[[Path], Harness]]] = {"bench-paced": lambda folder: Paced()}
+"""For benchmarks, which write tasks for it: no choice for a run, and so not listed."""
+
 
 def harness_named(name: str, folder: Path = DEFAULT_FOLDER) -> Harness:
     """The harness of that name; ``folder`` holds the installed ones. Raises HarnessUnavailable for an unknown name."""
-    if name not in _HARNESSES:
+    known = {**_HARNESSES, **_SCRIPTED}
+    if name not in known:
         raise HarnessUnavailable(f"there is no harness {name!r}; there are {', '.join(NAMES)}")
-    return _HARNESSES[name](folder)
+    return known[name](folder)

@@ -126,6 +126,7 @@ class EngineClient:
         temperature: float,
         stop_token_ids: Sequence[int],
         version: int,
+        weights: str = "",
         on_tokens: OnTokens | None = None,
         deadline_s: float,
     ) -> Generation:
@@ -133,7 +134,8 @@ class EngineClient:
 
         ``input_ids`` is int[p]. With ``on_tokens`` the answer is streamed: it is called with each batch of (ids,
         log-probs), and an engine that dies leaves what had arrived in EngineLost. Without it the answer is one message
-        (cheaper; a dead engine leaves nothing). An abort gives the tokens sampled so far either way.
+        (cheaper; a dead engine leaves nothing). An abort gives the tokens sampled so far either way. ``weights`` is the
+        checksum of the version's weights where it is known: KV is separated by it.
 
         After ``deadline_s`` seconds the request is aborted and returned as such. Cancelling the caller aborts the
         request in the background.
@@ -148,6 +150,7 @@ class EngineClient:
             temperature=temperature,
             stop_token_ids=stop_token_ids,
             version=version,
+            weights=weights,
             vocab_size=self.vocab_size,
             stream=on_tokens is not None,
         )
@@ -239,6 +242,22 @@ class EngineClient:
         """
         await self._post("/pause_generation", {"mode": mode})
 
+    async def _pause_idle(self, deadline_s: float = ABORT_ANSWER_S) -> None:
+        """Pause with nothing in flight and the KV cache dropped; running requests go back to the queue.
+
+        A paused engine doesn't finish what it has begun to write to the KV store, and counts as busy for good: then
+        it goes on for a moment and is paused again. Raises EngineError after ``deadline_s`` seconds of that.
+        """
+        deadline = time.monotonic() + deadline_s
+        while True:
+            await self.pause("retract")
+            if await self._flushed():
+                return
+            if time.monotonic() > deadline:
+                raise EngineError(f"{self.url} was still writing its KV after {deadline_s} s")
+            await self.resume()
+            await asyncio.sleep(IDLE_POLL_S)
+
     async def resume(self) -> None:
         await self._post("/continue_generation", {})
 
@@ -254,7 +273,7 @@ class EngineClient:
         scheduler would take a core from the trainer. Does nothing when released already.
         """
         if not self._released:
-            await self.pause("retract")  # releasing under a running request ends the server
+            await self._pause_idle()  # releasing under a running request ends the server
             await self._post("/release_memory_occupation", {"tags": RESIDENT})
             self._released = True
             if not hold_requests:
@@ -282,7 +301,7 @@ class EngineClient:
             raise ValueError("this client was not given the model's weight shapes")
         packed = await asyncio.to_thread(pack_weights, check_weights(tensors, self.weight_shapes))
         await self.abort_all()
-        await self.pause("retract")
+        await self._pause_idle()
         await self._begin_update()
         await self._post("/update_weights_from_tensor", {"serialized_named_tensors": [packed], "flush_cache": True})
         await self._post("/end_weight_update", {})

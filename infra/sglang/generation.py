@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
+from infra.kv_store.layout import cache_salt
 from infra.sglang.errors import EngineError, EngineRefused, EngineVersionMismatch
 
 Finish = Literal["stop", "length", "abort"]
@@ -36,7 +37,11 @@ class Generation:
     """Weight version that sampled each token."""
     finish: Finish
     cached_tokens: int
-    """Prompt tokens whose KV the engine had."""
+    """Prompt tokens whose KV wasn't computed: the engine had it, or the KV store."""
+    cached_host: int = 0
+    """Of these, those that lay in the tier between the engine's own pool and the store."""
+    cached_storage: int = 0
+    """Of these, those that came from the store."""
 
 
 def wire_id(rid: str) -> str:
@@ -56,8 +61,9 @@ def generate_body(
     version: int,
     vocab_size: int,
     stream: bool,
+    weights: str = "",
 ) -> dict[str, Any]:
-    """Body of ``/generate``: plain sampling, log-probs of the output, KV separated by weight version.
+    """Body of ``/generate``: plain sampling, log-probs of the output, KV separated by weights (``cache_salt``).
 
     ``input_ids`` is int[p]; the body holds it as a numpy array, which ``encode_body`` writes.
 
@@ -80,7 +86,7 @@ def generate_body(
         "input_ids": ids,
         "return_logprob": True,
         "stream": stream,
-        "cache_salt": str(version),
+        "cache_salt": cache_salt(version, weights),
         "sampling_params": {
             "max_new_tokens": max_new_tokens,
             "temperature": temperature,
@@ -153,7 +159,9 @@ class Assembly:
             raise EngineRefused("/generate", int(reason["status_code"]), str(reason.get("message")))
         self._check_versions()
         cached = int(self._last.get("cached_tokens") or 0)
-        return Generation(self.output_ids, self.logprobs, self.versions, finish, cached)
+        details = self._last.get("cached_tokens_details") or {}
+        host, storage = (int(details.get(where) or 0) for where in ("host", "storage"))
+        return Generation(self.output_ids, self.logprobs, self.versions, finish, cached, host, storage)
 
     def _check_versions(self) -> None:
         spans = self._last.get("weight_versions") or [{"version": self._last["weight_version"]}]

@@ -3,7 +3,7 @@
 SGLang's own CPU path needs compiled kernels that its PyPI wheel does not carry; an out-of-tree platform with the
 default capabilities makes it take the native torch implementation of every operator. ``activate`` is the
 ``sglang.srt.platforms`` entry point; beside a usable accelerator it declines, so that one installation serves both.
-It changes nothing in SGLang.
+It changes nothing in SGLang but what ``infra.sglang.hicache_cpu`` puts in the places of kernels that only GPUs have.
 """
 
 from __future__ import annotations
@@ -37,6 +37,11 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
 
     def is_pin_memory_available(self, device: torch.device | None = None) -> bool:
         return False
+
+    def init_backend(self) -> None:
+        from infra.sglang.hicache_cpu import install
+
+        install()
 
     def get_torch_profiler_activity_str(self) -> str:
         return "CPU"

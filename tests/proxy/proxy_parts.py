@@ -109,6 +109,7 @@ class ScriptedEngine:
         temperature: float,
         stop_token_ids: Sequence[int],
         version: int,
+        weights: str = "",
         on_tokens: Callable[[list[int], list[float]], None] | None = None,
         deadline_s: float,
     ) -> Generation:

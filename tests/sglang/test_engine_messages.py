@@ -172,3 +172,26 @@ def test_each_start_meets_in_a_file_of_its_own(tmp_path: Path) -> None:
     assert first != second
     assert first.startswith(f"file://{tmp_path}")
     assert "--sleep-on-idle" in engine_command("m", "127.0.0.1", 1, max_total_tokens=2, context_length=3)
+
+
+@pytest.mark.parametrize(
+    ("details", "host", "storage"),
+    [
+        (None, 0, 0),
+        ({"device": 1, "host": 2}, 2, 0),
+        ({"device": 0, "host": 0, "storage": 3, "storage_backend": "K"}, 0, 3),
+    ],
+)
+def test_cached_tokens_are_told_apart_by_where_they_lay(details: Any, host: int, storage: int) -> None:
+    got = Assembly(5)
+    said = message([1], 1, {"type": "stop"})
+    said["meta_info"]["cached_tokens_details"] = details
+    got.add(said)
+    result = got.result()
+    assert (result.cached_tokens, result.cached_host, result.cached_storage) == (3, host, storage)
+
+
+def test_kv_is_separated_by_weights_where_they_are_known() -> None:
+    assert body()["cache_salt"] == "5"
+    assert len({body()["cache_salt"], body(weights="aa")["cache_salt"], body(weights="bb")["cache_salt"]}) == 3
+    assert body(weights="aa")["cache_salt"] != body(weights="aa", version=6)["cache_salt"]

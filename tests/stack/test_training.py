@@ -10,6 +10,7 @@ from local_stack import LocalStack
 
 from infra.blobs import BlobStore
 from infra.harness.harness import Harness
+from workers.episodes import load_episode, sealed_episodes
 from workflows.configuration import SchedulerConfig, TrajectoryConfig
 
 pytestmark = pytest.mark.stack
@@ -64,10 +65,15 @@ async def test_a_static_split_trains_on_cells_that_never_serve(stack: LocalStack
 
 
 async def test_steps_overlap_when_staleness_is_allowed(stack: LocalStack) -> None:
-    stack.submit(stack.config("overlap", steps=3, max_staleness=1))
+    finish = SchedulerConfig(satellite_s=5, calls_across_updates="finish")
+    stack.submit(stack.config("overlap", steps=3, max_staleness=1, scheduler=finish))
     results = await stack.finished("overlap")
     assert [result["version"] for result in results] == [1, 2, 3]
     assert_sound(results, stack)
+    blobs = BlobStore(stack.settings.blobs)
+    for seal in sealed_episodes(blobs, "overlap", None):
+        for record in load_episode(blobs, seal["episode"])[1]:
+            assert len(set(record.versions.tolist())) == 1, "an update did not wait for the turn"
 
 
 async def test_what_happened_can_be_read_afterwards(stack: LocalStack) -> None:

@@ -38,6 +38,7 @@ from workflows.orders import (
     FinishInput,
     GradientsInput,
     GradientSum,
+    ReachCellInput,
     TrainInput,
     TrainResult,
     WatchCellInput,
@@ -52,6 +53,13 @@ class ScriptedCluster:
     reward: Callable[[str], float] = lambda episode: float(int(episode[-1]) % 2)
     lose_claim: set[str] = field(default_factory=set)
     """Cells whose next claim is lost with their replica."""
+    silent_after: dict[str, int] = field(default_factory=dict)
+    """Cell -> claims of a step after which nothing of it answers any more."""
+    silent: set[str] = field(default_factory=set)
+    """Cells of which nothing answers; what they were ordered goes on when they are back."""
+    claim_s: float = 0.05
+    terminated: set[str] = field(default_factory=set)
+    """Runs that are there no more."""
     log: list[tuple[str, Any]] = field(default_factory=list)
     incarnations: Counter[str] = field(default_factory=Counter)
     ended: Counter[tuple[str, int]] = field(default_factory=Counter)
@@ -70,6 +78,7 @@ class ScriptedCluster:
             self.close_step,
             self.await_turn,
             self.describe_steps,
+            self.run_status,
             self.run_episode,
             self.grade_episode,
             self.process_group,
@@ -78,6 +87,7 @@ class ScriptedCluster:
             self.serve_rollout,
             self.prepare_training,
             self.watch_cell,
+            self.reach_cell,
             self.train_micro_steps,
             self.offer_gradients,
             self.finish_step,
@@ -104,6 +114,10 @@ class ScriptedCluster:
     @activity.defn(name="describe_steps")
     async def describe_steps(self, run: str, steps: list[int]) -> dict[str, str]:
         return {str(step): "RUNNING" for step in steps}
+
+    @activity.defn(name="run_status")
+    async def run_status(self, run: str) -> str:
+        return "TERMINATED" if run in self.terminated else "RUNNING"
 
     @activity.defn(name="run_episode")
     async def run_episode(self, episode: EpisodeInput) -> EpisodeExit:
@@ -156,11 +170,13 @@ class ScriptedCluster:
 
     @activity.defn(name="serve_rollout")
     async def serve_rollout(self, order: CellOrder) -> CellReport:
+        await self._answering(order.cell)
         self.log.append(("serve", (order.cell, order.desired.version, order.desired.epoch)))
         return self._report(order.cell)
 
     @activity.defn(name="prepare_training")
     async def prepare_training(self, order: CellOrder) -> CellReport:
+        await self._answering(order.cell)
         if order.desired.fence == self.incarnation(order.cell):
             self.incarnations[order.cell] += 1
         self.log.append(("train", (order.cell, order.desired.step, order.desired.core)))
@@ -169,24 +185,38 @@ class ScriptedCluster:
     @activity.defn(name="watch_cell")
     async def watch_cell(self, watch: WatchCellInput) -> CellReport:
         while True:
+            if watch.cell in self.silent:
+                return self._report(watch.cell).model_copy(update={"missing": "replica"})
             if watch.replica != self.incarnation(watch.cell):
                 return self._report(watch.cell)
             activity.heartbeat()
             await asyncio.sleep(0.05)
 
+    @activity.defn(name="reach_cell")
+    async def reach_cell(self, reach: ReachCellInput) -> CellReport:
+        await self._answering(reach.cell, "replica")
+        return self._report(reach.cell)
+
     @activity.defn(name="train_micro_steps")
     async def train_micro_steps(self, order: TrainInput) -> TrainResult:
-        await asyncio.sleep(0.05)
+        claims = sum(kind == "claim" and entry[:2] == (order.cell, order.step) for kind, entry in self.log)
+        if claims == self.silent_after.get(order.cell):
+            del self.silent_after[order.cell]
+            self.silent.add(order.cell)
+        await self._answering(order.cell)
+        await asyncio.sleep(self.claim_s)
         if order.cell in self.lose_claim:
             self.lose_claim.discard(order.cell)
             self.incarnations[order.cell] += 1
         if order.incarnation != self.incarnation(order.cell):
             raise ApplicationError("another replica is here", type=LOST, non_retryable=True)
         self.sums.setdefault(order.incarnation, []).extend(order.micro_steps)
+        self.log.append(("claim", (order.cell, order.step, order.micro_steps)))
         return TrainResult(seconds=0.5, stats={"targets": 10.0, "max_token_delta": 1e-6})
 
     @activity.defn(name="offer_gradients")
     async def offer_gradients(self, order: GradientsInput) -> GradientSum:
+        await self._answering(order.cell)
         refs = [ref for ref in self.sums.get(order.incarnation, []) if ref.startswith(f"{order.run}/{order.step}/")]
         return GradientSum(cell=order.cell, incarnation=order.incarnation, micro_steps=refs, manifest_ref="manifest")
 
@@ -202,6 +232,11 @@ class ScriptedCluster:
     @activity.defn(name="commit_candidate")
     async def commit_candidate(self, commit: CommitInput) -> None:
         self.committed.append(commit)
+
+    async def _answering(self, cell: str, *detail: str) -> None:
+        while cell in self.silent:
+            activity.heartbeat(*detail)
+            await asyncio.sleep(0.05)
 
     def _report(self, cell: str) -> CellReport:
         return CellReport(engine=f"engine-{cell}", replica=self.incarnation(cell), source="resident")

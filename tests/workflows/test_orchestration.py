@@ -21,6 +21,7 @@ from workflows import names
 from workflows.cell import Cell, CellState
 from workflows.configuration import EvaluationConfig, RunConfig, SchedulerConfig, TaskSets
 from workflows.contracts import EpisodeInput, Outcome, PauseRequest, SubmitStep
+from workflows.orders import LeaseRequest, RunContext
 from workflows.run import Run, RunOutcome, RunState, draw_tasks
 from workflows.scheduler import Scheduler, SchedulerState
 
@@ -262,6 +263,34 @@ async def test_a_second_run_waits_for_the_pool_and_then_gets_it() -> None:
         second = await start(client, config(name="r2", **short))
         await asyncio.wait_for(asyncio.gather(first.result(), second.result()), 60)
         assert sorted(commit.run for commit in cluster.committed) == ["r1", "r2"]
+
+
+async def test_a_run_that_was_terminated_passes_the_pool_on() -> None:
+    cluster = ScriptedCluster(episode_s=lambda episode: 3600 if episode.run == "r1" else 0.02)
+    async with pool(cluster) as client:
+        short = {"steps": 1, "evaluation": EvaluationConfig(every=0)}
+        first = await start(client, config(name="r1", **short))
+        scheduler = client.get_workflow_handle_for(Scheduler.run, names.scheduler_id("local"))
+        while (await scheduler.query(Scheduler.status)).lease is None:
+            await asyncio.sleep(0.05)
+        await first.terminate("gone without a word")
+        cluster.terminated.add("r1")
+        second = await start(client, config(name="r2", **short))
+        await asyncio.wait_for(second.result(), 60)
+        await replay(client, names.scheduler_id("local"))
+
+
+async def test_a_pool_that_is_granted_to_nobody_goes_to_the_next() -> None:
+    cluster = ScriptedCluster()
+    async with pool(cluster) as client:
+        scheduler = client.get_workflow_handle_for(Scheduler.run, names.scheduler_id("local"))
+        run = config(name="never", steps=1)
+        context = RunContext(run="never", policy="policy", optimizer=run.optimizer, loss=run.loss)
+        ask = LeaseRequest(run="never", version=0, candidate_ref="c", context=context, scheduler=run.scheduler)
+        await scheduler.signal(Scheduler.request_lease, ask)
+        short = {"steps": 1, "evaluation": EvaluationConfig(every=0)}
+        first = await start(client, config(name="r1", **short))
+        await asyncio.wait_for(first.result(), 60)
 
 
 def test_every_task_is_drawn_once_before_any_is_drawn_twice() -> None:

@@ -11,8 +11,8 @@ from workflows.gradient_ledger import GradientLedger
 from workflows.orders import TrainerReady
 
 
-def ready(cell: int, incarnation: str, core: bool = False) -> TrainerReady:
-    return TrainerReady(cell=f"cell-{cell}", incarnation=incarnation, epoch=1, core=core, running=0)
+def ready(cell: int, incarnation: str, core: bool = False, epoch: int = 1) -> TrainerReady:
+    return TrainerReady(cell=f"cell-{cell}", incarnation=incarnation, epoch=epoch, core=core, running=0)
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -21,6 +21,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger = GradientLedger()
         self.added: set[str] = set()
         self.births = 0
+        self.epoch = 0
 
     @rule(tokens=st.integers(1, 5000))
     def group_finishes(self, tokens: int) -> None:
@@ -28,10 +29,34 @@ class LedgerMachine(RuleBasedStateMachine):
         self.added.add(ref)
         self.ledger.add([MicroStepRef(ref=ref, tokens=tokens, targets=1)])
 
-    @rule(cell=st.integers(0, 2))
-    def a_fresh_replica_joins(self, cell: int) -> None:
+    @rule(cell=st.integers(0, 2), core=st.booleans())
+    def a_fresh_replica_joins(self, cell: int, core: bool) -> None:
         self.births += 1
-        assert self.ledger.join(ready(cell, f"i{self.births}"))
+        self.epoch += 1
+        assert self.ledger.join(ready(cell, f"i{self.births}", core, self.epoch))
+        if core:
+            assert self.ledger.core is self.ledger.trainers[f"i{self.births}"], "the core is the one named last"
+
+    @precondition(lambda self: self.ledger.trainers)
+    @rule()
+    def a_satellite_becomes_core_and_keeps_its_sum(self) -> None:
+        trainer = next(iter(self.ledger.trainers.values()))
+        summed = list(trainer.summed)
+        self.epoch += 1
+        assert self.ledger.join(trainer.ready.model_copy(update={"core": True, "epoch": self.epoch}))
+        assert self.ledger.core is trainer and trainer.summed == summed
+
+    @precondition(lambda self: self.ledger.trainers)
+    @rule()
+    def a_cell_is_taken_away(self) -> None:
+        before = next(iter(self.ledger.trainers.values()))
+        self.epoch += 1
+        assert self.ledger.leave(before.ready.cell, self.epoch) == before.summed + before.claimed
+        assert before.gone
+        assert self.ledger.join(before.ready), "an old report is no reason to begin anew"
+        assert before.ready.incarnation not in self.ledger.trainers
+        again = before.ready.model_copy(update={"epoch": self.epoch + 1})
+        assert not self.ledger.join(again), "a sum that was given up is fenced"
 
     @precondition(lambda self: self.ledger.idle and self.ledger.waiting)
     @rule(tokens=st.integers(0, 9000))
@@ -42,14 +67,16 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule()
     def claim_ends(self) -> None:
         busy = next(t for t in self.ledger.trainers.values() if not t.idle)
-        self.ledger.done(busy.ready.incarnation)
+        assert self.ledger.done(busy.ready.incarnation)
 
     @precondition(lambda self: self.ledger.trainers)
     @rule()
     def replica_is_lost(self) -> None:
         incarnation = next(iter(self.ledger.trainers))
         self.ledger.lose(incarnation)
-        assert not self.ledger.join(ready(0, incarnation)), "a lost incarnation is fenced for good"
+        assert not self.ledger.done(incarnation), "what a lost replica still says is worth nothing"
+        late = ready(0, incarnation, epoch=self.epoch + 1)
+        assert not self.ledger.join(late), "a lost incarnation is fenced for good"
 
     @invariant()
     def each_micro_step_is_in_one_place(self) -> None:

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import signal
+import tempfile
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+
+from workers.errors import UsageError
 
 
 async def bench_proxy(
@@ -63,4 +69,77 @@ async def bench_trajectory(
     else:
         Console(soft_wrap=True).print("\n".join(lines), highlight=False)
     if not holds:
+        raise typer.Exit(1)
+
+
+async def bench_elastic(
+    *,
+    policies: Annotated[
+        str, typer.Option(help="Which take turns, by comma; async stands for every static split.")
+    ] = "predictive,colocate,async,watermark",
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each policy.")] = 5,
+    staleness: Annotated[int, typer.Option(min=0, max=2, help="max_staleness of every run.")] = 0,
+    cpu: Annotated[float | None, typer.Option(min=0.05, help="Cores of each of the three cells.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the episodes and of the order of turns.")] = 0,
+    minutes: Annotated[float, typer.Option(help="No round begins that would not end within this time.")] = 40.0,
+    home: Annotated[Path | None, typer.Option(help="Keep the stack's state and the traces here.")] = None,
+    port_base: Annotated[int | None, typer.Option(help="First port of the stack; left out, free ones.")] = None,
+    small: Annotated[bool, typer.Option("--small", help="Two policies, two cells, few episodes: no figures.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Elastic scheduling against Colocate and static splits, on cells with quotas. Exit code 1 when a limit fails."""
+    from workers.bench.elastic import SMALL, Bench, Plan, show_result
+    from workers.quickstart import prepare
+
+    told = Console(stderr=True, soft_wrap=True)
+    sizes = SMALL if small else {"policies": tuple(policies.split(",")), "rounds": rounds}
+    if staleness and not small:  # overlapping steps are measured several to a run
+        sizes |= {"rounds": math.ceil(rounds / 3), "steps": 3}
+    if home is not None and home.exists() and any(home.iterdir()):
+        raise UsageError(f"--home {home} holds something: name a new folder")
+    more = {"staleness": staleness, "seed": seed, "minutes": minutes} | ({"cell_cpu": cpu} if cpu else {})
+    plan = Plan.model_validate({**sizes, **more})
+    policy = await asyncio.to_thread(prepare, 0, told.print)
+    with tempfile.TemporaryDirectory(prefix="gyre-elastic-", ignore_cleanup_errors=True) as scratch:
+        bench = Bench(plan, policy.absolute(), home or Path(scratch), port_base, told.print)
+        running = asyncio.ensure_future(bench.run())
+        for number in (signal.SIGTERM, signal.SIGINT):  # nothing may be left running, however often it is asked
+            asyncio.get_running_loop().add_signal_handler(number, running.cancel, f"signal {number}")
+        try:
+            result = await running
+        except asyncio.CancelledError as stopped:
+            raise UsageError(f"ended before its figures were there ({stopped or 'a call was cancelled'})") from stopped
+    if as_json:
+        print(json.dumps(result, indent=1))
+    else:
+        show_result(result, Console(soft_wrap=True))
+    if not result["holds"]:
+        raise typer.Exit(1)
+
+
+async def bench_migration(
+    *,
+    episodes: Annotated[int, typer.Option(min=1, max=10, help="Episodes that are in the middle of a turn.")] = 6,
+    prefix: Annotated[int, typer.Option(min=1000, max=6000, help="Tokens of each one's prompt.")] = 5000,
+    small: Annotated[bool, typer.Option("--small", help="A smaller run, with the same limits.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """What a prefix's KV does when its call moves to another cell. Exit code 1 when a limit doesn't hold."""
+    from workers.bench.migration import SMALL, Plan, measure, print_bench  # torch: only now
+    from workers.quickstart import prepare
+
+    told = Console(stderr=True, soft_wrap=True)
+    plan = Plan.model_validate(SMALL if small else {"episodes": episodes, "prefix": prefix})
+    policy = await asyncio.to_thread(prepare, 0, told.print)
+    measuring = asyncio.ensure_future(measure(plan, policy.absolute()))
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, measuring.cancel)  # nothing may be left running
+    try:
+        result = await measuring
+    except asyncio.CancelledError:
+        raise typer.Exit(128 + signal.SIGTERM) from None
+    if as_json:
+        print(json.dumps(result, indent=1))
+    else:
+        print_bench(result, Console(soft_wrap=True))
+    if not result["holds"]:
         raise typer.Exit(1)

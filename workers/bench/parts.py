@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
@@ -89,8 +90,8 @@ class Parts:
         await self.redis.publish(keys.ROUTES_CHANGED, cell)
         return port
 
-    async def proxy(self, processes: int = 1) -> tuple[int, list[Process]]:
-        """Start a proxy; its port and its processes (those that serve)."""
+    async def proxy(self, processes: int = 1, settings: Mapping[str, str] | None = None) -> tuple[int, list[Process]]:
+        """Start a proxy, with more settings (``GYRE_*``); its port and its processes (those that serve)."""
         port, before = free_port(), await self.redis.scard(keys.PROXIES)
         environment = os.environ | {
             "GYRE_HOME": str(self.folder / f"proxy-{port}"),
@@ -98,6 +99,7 @@ class Parts:
             "GYRE_REDIS_URL": self._redis_url,
             "TOKENIZERS_PARALLELISM": "false",
             "OMP_NUM_THREADS": "1",
+            **(settings or {}),
         }
         command = [sys.executable, "-m", "proxy.main", "--policy", str(self.tokenizer.absolute().parent)]
         log = (self.folder / f"proxy-{port}.log").open("wb")

@@ -87,6 +87,7 @@ class ScriptedPolicyEngine:
         temperature: float,
         stop_token_ids: Sequence[int],
         version: int,
+        weights: str = "",
         on_tokens: Callable[[list[int], list[float]], None] | None = None,
         deadline_s: float,
     ) -> Generation:

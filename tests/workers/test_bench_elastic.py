@@ -1,0 +1,138 @@
+"""The parts of `gyre bench elastic` without a stack: its work, its scripted harness, its arithmetic, its judgement."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+from infra.harness.registry import NAMES, harness_named
+from infra.tasks.harbor import list_tasks, load_task
+from workers.bench.elastic import Plan, judged
+from workers.bench.elastic_history import Activity, History, switches
+from workers.bench.elastic_prediction import Call, Traced, solo_speedup
+from workers.bench.elastic_tasks import PLAN, Shape, Step, draw_step, session_of, warm_up, write_tasks
+from workers.simulate.trace import TracedEpisode
+
+
+def length_s(shape: Shape, turns: tuple[tuple[int, int, float], ...]) -> float:
+    """Tool time, in an ordinary episode's."""
+    return sum(tool_s for _, _, tool_s in turns) / (shape.turns * shape.tool_s)
+
+
+def test_a_step_has_a_long_tail_in_few_groups_and_is_the_same_for_every_policy() -> None:
+    shape = Shape()
+    for seed in range(8):
+        step = draw_step(shape, seed=seed)
+        assert step == draw_step(shape, seed=seed)
+        lengths = [[length_s(shape, episode.turns) for episode in group] for group in step]
+        middle = median(length for group in lengths for length in group)
+        long = [[length for length in group if length > 2 * middle] for group in lengths]
+        assert sum(bool(group) for group in long) == shape.tail_groups
+        assert sum(map(len, long)) == shape.tail_groups * shape.group_size // 2
+        assert 3.0 < max(max(group) for group in lengths) / middle < 6.0
+
+
+def test_every_group_has_a_gradient_and_another_step_of_a_seed_has_the_same_tail_tasks() -> None:
+    shape = Shape()
+    first, second = draw_step(shape, seed=3), draw_step(shape, seed=3, step=1)
+    assert first != second
+    for step in (first, second):
+        assert all(len({episode.reward for episode in group}) == shape.group_size for group in step)
+
+    def tail(step: Step) -> set[int]:
+        most = [max(length_s(shape, episode.turns) for episode in group) for group in step]
+        return set(sorted(range(len(most)), key=lambda group: -most[group])[: shape.tail_groups])
+
+    assert tail(first) == tail(second)
+
+
+def test_every_episode_of_every_run_finds_its_own_turns(tmp_path: Path) -> None:
+    shape = Shape(groups=3, group_size=2, tail_groups=1)
+    work = [warm_up(shape), draw_step(shape, seed=1)]
+    write_tasks(tmp_path, {"colocate-r0": work, "async-1-r0": work})
+    assert len(list_tasks(tmp_path)) == 3
+    for group, name in enumerate(list_tasks(tmp_path)):
+        task = load_task(tmp_path / name)
+        plan = json.loads((task.environment_folder / PLAN).read_text())
+        for run in ("colocate-r0", "async-1-r0"):
+            for index in range(2):
+                mine = plan["episodes"][plan["sessions"][session_of(run, 1, group, index)]]
+                expected = work[1][group][index]
+                assert (tuple(map(tuple, mine["turns"])), mine["reward"]) == (expected.turns, expected.reward)
+        assert (session_of("colocate-r0", 0, group, 0) in plan["sessions"]) == (group == 0)
+
+
+def test_the_scripted_harness_is_no_choice_for_a_run() -> None:
+    assert "bench-paced" not in NAMES
+    assert harness_named("bench-paced").name == "bench-paced"
+
+
+def test_switches_are_read_from_a_cells_history_and_a_runs_first_state_is_none() -> None:
+    def order(name: str, at: float, seconds: float, run: str) -> list[Activity]:
+        desired = {"desired": {"context": {"run": run}}}
+        return [
+            Activity("drain_cell", at, {}, completed=at),
+            Activity(name, at, desired, completed=at + seconds),
+        ]
+
+    history = History(began=0.0)
+    for name, at, seconds, run in (
+        ("serve_rollout", 5, 9, "a"),
+        ("prepare_training", 20, 2, "a"),
+        ("serve_rollout", 40, 1, "a"),
+        ("serve_rollout", 50, 0.5, "a"),
+        ("prepare_training", 60, 9, "b"),
+        ("serve_rollout", 80, 3, "b"),
+    ):
+        history.activities += order(name, at, seconds, run)
+    found = switches(history)
+    assert [c.seconds for c in found.out] == [2]
+    assert [c.seconds for c in found.back] == [1, 3]
+    assert [c.seconds for c in found.publish] == [0.5]
+    assert found.between(30, 82) == 1
+
+
+@pytest.mark.parametrize("slower_s", [0.0, 1.0, 4.0])
+def test_the_speed_alone_is_found_from_calls_in_more_and_less_company(slower_s: float) -> None:
+    # Ten episodes; one leaves every ten seconds. A turn: 1 s of tool, 1 s of a call and more by company.
+    draws = random.Random(1)
+    episodes = [
+        TracedEpisode(run="r", step=1, group=0, task="t", start=0.0, active_s=0.0, wall_s=10.0 * (i + 1))
+        for i in range(10)
+    ]
+    calls = []
+    for i, episode in enumerate(episodes):
+        for _ in range(5 * (i + 1)):
+            at = draws.uniform(0, episode.wall_s - 0.01)
+            running = sum(at <= other.wall_s for other in episodes)
+            calls.append(Call(at, 1.0 + slower_s * running / 10))
+    total = sum(call.seconds for call in calls) + len(calls)
+    traced = Traced([e.model_copy(update={"active_s": total / 10}) for e in episodes], calls)
+    assert solo_speedup([traced], places=10) == pytest.approx((2 + slower_s) / 2, rel=1e-6)
+
+
+def test_the_best_static_split_is_the_baseline_and_every_limit_is_judged() -> None:
+    def row(seconds: float, predicted: float) -> dict[str, Any]:
+        error = predicted / seconds - 1
+        return {"step_s": [seconds] * 5, "median_s": seconds, "prediction": {"error": error}}
+
+    rows = {"predictive": row(40, 41), "colocate": row(52, 50), "async-1": row(90, 88), "async-2": row(49, 50)}
+    result = judged(rows)
+    assert (result["best_async"], result["holds"]) == ("async-2", False)
+    assert [limit["holds"] for limit in result["limits"][:3]] == [True, False, True]
+    rows["async-2"] = row(50, 44)
+    result = judged(rows)
+    assert [limit["limit"] for limit in result["limits"] if not limit["holds"]] == [
+        "the simulator is within 10% of async-2"
+    ]
+
+
+def test_async_stands_for_every_static_split() -> None:
+    plan = Plan(policies=("predictive", "async"), cells=4)
+    assert plan.variants() == ["predictive", "async-1", "async-2", "async-3"]
+    assert plan.scheduler("async-3").training_cells == 3
