@@ -1,7 +1,8 @@
-"""Record the histories that the replay test replays: `python tests/workflows/record_histories.py RUN`.
+"""Record the histories that the replay test replays: `python tests/workflows/record_histories.py RUN LABEL`.
 
-RUN is a finished run of a stack that is up. Record anew only when a change of workflow code is meant to break
-workflows that are running; otherwise guard the change with `workflow.patched`.
+RUN is a finished run of a stack that is up; LABEL says what of gyre it was the first to show. Histories of before stay:
+what ran then must go on. Take one out only when a change of workflow code is meant to break workflows that are running;
+otherwise guard the change with `workflow.patched`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from workflows import names
 FOLDER = Path(__file__).parent / "histories"
 
 
-async def record(run: str) -> None:
+async def record(run: str, label: str) -> None:
     settings = Settings()
     client = await connect(settings)
     ids = {
@@ -33,9 +34,9 @@ async def record(run: str) -> None:
     for name, workflow_id in ids.items():
         history = await client.get_workflow_handle(workflow_id).fetch_history()
         data = gzip.compress(history.to_json().encode(), mtime=0)
-        (FOLDER / f"{name}.json.gz").write_bytes(data)
+        (FOLDER / f"{name}.{label}.json.gz").write_bytes(data)
         print(f"{name}: {len(history.events)} events, {len(data)} bytes")
 
 
 if __name__ == "__main__":
-    asyncio.run(record(sys.argv[1]))
+    asyncio.run(record(sys.argv[1], sys.argv[2]))

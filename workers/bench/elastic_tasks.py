@@ -33,9 +33,9 @@ class Shape(Contract):
 
     groups: int = 12
     group_size: int = 4
-    turns: int = 6
+    turns: int = 4
     """Of an ordinary episode."""
-    words: int = 270
+    words: int = 340
     """Of context that a turn brings; a word is 1.3 tokens."""
     max_tokens: int = 8
     """Sampled in a turn at most."""
@@ -46,7 +46,7 @@ class Shape(Contract):
     within: float = 0.15
     """The same among the episodes of a task."""
     tail_groups: int = 2
-    tail: tuple[float, float] = (3.5, 5.0)
+    tail: tuple[float, float] = (5.0, 6.0)
     """Shortest and longest of the tail's episodes, in ordinary ones; half of a tail group's episodes."""
     tail_turns: float = 1.0
     """How many times an ordinary episode's turns one of the tail makes; the rest of its length is tool time."""
