@@ -1,8 +1,9 @@
 """What a simulation is about: a pool of cells, and steps of groups of episodes whose durations are given or drawn.
 
 Durations are *work*: the seconds that an episode takes on a full cell. Alone on a cell it is ``solo_speedup`` times
-faster; between the two its time per unit of work grows linearly with the episodes on the cell, as decoding does. Pure
-and seeded; it knows neither policies nor events.
+faster; between the two the time of its calls grows linearly with the calls that the cell answers, as decoding does.
+Part of the time goes into tools, which no cell makes faster or slower: the slower the calls, the more of the others
+wait for one too. Pure and seeded; it knows neither policies nor events.
 """
 
 from __future__ import annotations
@@ -79,6 +80,8 @@ class PoolModel(Contract):
     limit_s: float = Field(default=math.inf, gt=0)
     """Active budget of an episode; what the proxy holds it for doesn't count."""
     solo_speedup: float = Field(default=1.0, ge=1)
+    tool_share: float = Field(default=0.0, ge=0, le=1)
+    """Of an episode's time on a full cell, what goes into tools. At most 1 / ``solo_speedup`` by its meaning."""
     micro_step_tokens: int = Field(default=1_000_000, ge=1)
     poll_s: float = Field(default=0.1, ge=0)
     """How often the policy looks."""
@@ -87,7 +90,14 @@ class PoolModel(Contract):
     def speed(self, occupied: float) -> float:
         """Work per second of an episode when this share of its cell's places is taken: above 1 only with ``slots``."""
         occupied = occupied if self.slots else min(1.0, occupied)
-        return 1 / (1 / self.solo_speedup + (1 - 1 / self.solo_speedup) * occupied)
+        tools = min(self.tool_share, 1 / self.solo_speedup)
+        if tools >= 1:
+            return 1.0
+        alone = 1 / self.solo_speedup - tools
+        # Seconds of calls s for a second of work on a full cell: s = alone + slope × occupied × s / (tools + s).
+        slope = (1 - 1 / self.solo_speedup) / (1 - tools)
+        half = (alone + slope * occupied - tools) / 2
+        return 1 / (tools + half + math.sqrt(half * half + alone * tools))
 
     @property
     def throughput(self) -> float:

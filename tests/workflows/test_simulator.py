@@ -110,6 +110,15 @@ def test_episodes_are_faster_in_less_company() -> None:
     assert run(pool, lone, "colocate").closed_s[0] == pytest.approx(100 * 2 / 3 + 4 + 10 + 3)
 
 
+def test_tools_take_as_long_in_any_company_and_calls_by_those_that_wait_for_one() -> None:
+    pool = POOL.model_copy(update={"slots": 8, "solo_speedup": 1.6, "tool_share": 0.5})
+    assert [pool.speed(occupied) for occupied in (0, 1)] == pytest.approx([1.6, 1.0])
+    # Of a second of work on a full cell half goes into tools; alone the calls take 1 / 1.6 - 0.5 s, and 3/4 s more for
+    # every full cell's worth of episodes of which the share calls / (tools + calls) waits for one.
+    calls = 1 / pool.speed(3.0) - 0.5
+    assert calls == pytest.approx(0.125 + 0.75 * 3.0 * calls / (0.5 + calls))
+
+
 def test_weights_are_published_to_every_cell_before_it_serves_the_next_step() -> None:
     pool = POOL.model_copy(update={"publish_s": 7.0})
     one = run(pool, STEP, "async").total_s

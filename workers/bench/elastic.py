@@ -27,7 +27,7 @@ from infra.blobs import BlobStore
 from infra.quota import left_over
 from workers.bench import elastic_runs as runs
 from workers.bench.elastic_history import StepCosts, Switches, costs_of, history_of, step_costs, switches
-from workers.bench.elastic_prediction import compared, pool_model, predicted_s, solo_speedup, trace_of
+from workers.bench.elastic_prediction import compared, pool_model, predicted_s, speed_law, trace_of
 from workers.bench.elastic_tasks import Shape, Step, draw_step, warm_up, write_tasks
 from workers.errors import UsageError
 from workers.processes import quota_name
@@ -56,6 +56,8 @@ class Plan(Contract):
     """Episodes of one cell, which the policies count with: as many cells as there are hold all episodes of a step."""
     claim_s: float = 8.0
     satellite_s: float = 3.0
+    solo_speedup: float = 2.0
+    """What `predictive` is told; the pool that is simulated has the one that was measured."""
     token_budget: int = 4096
     """Of a micro-step."""
     seed: int = 0
@@ -81,6 +83,7 @@ class Plan(Contract):
                 "training_cells": int(split or 1),
                 "claim_s": self.claim_s,
                 "satellite_s": self.satellite_s,
+                "solo_speedup": self.solo_speedup,
             }
         )
 
@@ -209,9 +212,9 @@ class Bench:
             for one in self.measured
             if one.policy == source
         }
-        solo = solo_speedup(list(traced.values()), plan.cells * plan.capacity)
+        speed = speed_law(list(traced.values()), cells=plan.cells, capacity=plan.capacity)
         slots = self.settings.harness_slots
-        pool = pool_model(costs, cells=plan.cells, capacity=plan.capacity, slots=slots, solo=solo)
+        pool = pool_model(costs, speed, cells=plan.cells, capacity=plan.capacity, slots=slots)
         for variant, row in rows.items():
             predictions = [
                 s for run in traced.values() for s in predicted_s(run, pool, plan.scheduler(variant), plan.staleness)

@@ -6,6 +6,8 @@ is measured (``elastic_history``). Every policy is then simulated on the same ep
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -48,30 +50,60 @@ def trace_of(blobs: BlobStore, run: str, file: Path) -> Traced:
     return Traced(read_trace(file), calls)
 
 
-def solo_speedup(traced: Sequence[Traced], places: int) -> float:
-    """How much faster an episode goes on alone on a cell than on a full one.
+class Speed(NamedTuple):
+    """How company slows episodes (``PoolModel.speed``)."""
 
-    A call's seconds against the share of ``places`` that was taken when it came, by least squares; a turn's tool time
-    is the same in any company.
+    solo_speedup: float
+    tool_share: float
+
+
+def speed_law(traced: Sequence[Traced], *, cells: int, capacity: int) -> Speed:
+    """From calls' seconds against the calls that a cell answered meanwhile, by least squares, and from tool time.
+
+    A cell answers fewer calls at once than it has episodes: the others are at their tools, the more the faster it is.
     """
     points, tool_s = [], 0.0
     for run in traced:
-        spans = [(e.start or 0.0, (e.start or 0.0) + e.wall_s) for e in run.episodes]
-        for call in run.calls:
-            running = sum(start <= call.at <= end for start, end in spans)
-            points.append((min(1.0, running / places), call.seconds))
-        tool_s += sum(e.active_s for e in run.episodes) - sum(call.seconds for call in run.calls)
+        points += [(others / cells, call.seconds) for call, others in zip(run.calls, at_once(run.calls), strict=True)]
+        tool_s += sum(episode.active_s for episode in run.episodes) - sum(call.seconds for call in run.calls)
     if not points:
-        return 1.0
+        return Speed(1.0, 0.0)
+    tools = max(0.0, tool_s / len(points))
     x_mean, y_mean = mean(x for x, _ in points), mean(y for _, y in points)
     spread = sum((x - x_mean) ** 2 for x, _ in points)
     slope = sum((x - x_mean) * (y - y_mean) for x, y in points) / spread if spread else 0.0
-    alone = max(0.0, y_mean - slope * x_mean) + max(0.0, tool_s / len(points))
-    return max(1.0, (alone + slope) / alone) if alone else 1.0
+    slope = min(max(0.0, slope), y_mean / x_mean)
+    alone = y_mean - slope * x_mean
+    # Of a full cell's episodes the share calls / (tools + calls) wait for an answer.
+    half = (alone + slope * capacity - tools) / 2
+    calls = half + math.sqrt(half * half + alone * tools)
+    whole = tools + calls
+    return Speed(max(1.0, whole / max(1e-6, tools + alone)), tools / whole if whole else 0.0)
 
 
-def pool_model(costs: Costs, *, cells: int, capacity: int, slots: int, solo: float) -> PoolModel:
-    return PoolModel(cells=cells, capacity=capacity, slots=slots, solo_speedup=solo, poll_s=0.1, **asdict(costs))
+def at_once(calls: Sequence[Call]) -> list[float]:
+    """How many calls, itself among them, were being answered on average while each was."""
+    points = sorted([(call.at, 1) for call in calls] + [(call.at + call.seconds, -1) for call in calls])
+    times, areas, running = [points[0][0] if points else 0.0], [0.0], 0
+    for at, change in points:  # the integral of the number that is being answered
+        areas.append(areas[-1] + running * (at - times[-1]))
+        times.append(at)
+        running += change
+
+    def area(at: float) -> float:
+        place = bisect_right(times, at) - 1
+        if place + 1 >= len(times) or times[place + 1] == times[place]:
+            return areas[place]
+        share = (at - times[place]) / (times[place + 1] - times[place])
+        return areas[place] + share * (areas[place + 1] - areas[place])
+
+    return [
+        (area(call.at + call.seconds) - area(call.at)) / call.seconds if call.seconds > 0 else 1.0 for call in calls
+    ]
+
+
+def pool_model(costs: Costs, speed: Speed, *, cells: int, capacity: int, slots: int) -> PoolModel:
+    return PoolModel(cells=cells, capacity=capacity, slots=slots, poll_s=0.1, **speed._asdict(), **asdict(costs))
 
 
 def predicted_s(run: Traced, pool: PoolModel, scheduler: SchedulerConfig, staleness: int) -> list[float]:

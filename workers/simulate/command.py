@@ -59,6 +59,9 @@ async def simulate(
     solo: Annotated[
         float | None, typer.Option(min=1, help="Speed of an episode alone on a cell over a full one.")
     ] = None,
+    tools: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Share of an episode's time on a full cell that tools take.")
+    ] = None,
     limit: Annotated[float | None, typer.Option(help="Active budget of an episode, seconds.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of a named workload's episodes.")] = None,
     fit: Annotated[bool, typer.Option("--fit", help="Fit again on the published baselines (minutes).")] = False,
@@ -84,6 +87,7 @@ async def simulate(
         "micro_step_tokens": micro_step,
         "poll_s": poll,
         "solo_speedup": solo,
+        "tool_share": tools,
         "limit_s": limit,
     }
     changes = {name: value for name, value in given.items() if value is not None}
