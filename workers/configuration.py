@@ -39,9 +39,9 @@ def describe(error: ValidationError) -> str:
     """Every fault of a pydantic model on one line: key, what is wrong."""
     faults = []
     for fault in error.errors():
-        key = ".".join(str(part) for part in fault["loc"]) or "(top level)"
-        message = "unknown key" if fault["type"] == "extra_forbidden" else fault["msg"]
-        faults.append(f"{key}: {message}")
+        key = ".".join(str(part) for part in fault["loc"])
+        message = "unknown key" if fault["type"] == "extra_forbidden" else fault["msg"].removeprefix("Value error, ")
+        faults.append(f"{key}: {message}" if key else message)
     return "; ".join(faults)
 
 

@@ -13,7 +13,7 @@ import random
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from workflows.configuration import Contract
 
@@ -81,11 +81,20 @@ class PoolModel(Contract):
     """Active budget of an episode; what the proxy holds it for doesn't count."""
     solo_speedup: float = Field(default=1.0, ge=1)
     tool_share: float = Field(default=0.0, ge=0, le=1)
-    """Of an episode's time on a full cell, what goes into tools. At most 1 / ``solo_speedup`` by its meaning."""
+    """Of an episode's time on a full cell, what goes into tools: at most 1 / ``solo_speedup``."""
     micro_step_tokens: int = Field(default=1_000_000, ge=1)
     poll_s: float = Field(default=0.1, ge=0)
     """How often the policy looks."""
     absences: list[Absence] = []
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> PoolModel:
+        if self.tool_share * self.solo_speedup > 1 + 1e-6:
+            raise ValueError(
+                f"tools take {self.tool_share:.0%} of an episode on a full cell: alone it can be "
+                f"{1 / self.tool_share:.2f} times as fast at most, not {self.solo_speedup:.2f}"
+            )
+        return self
 
     def speed(self, occupied: float) -> float:
         """Work per second of an episode when this share of its cell's places is taken: above 1 only with ``slots``."""

@@ -95,6 +95,10 @@ def test_a_trace_without_its_pool_or_with_a_broken_line_is_refused_by_name(tmp_p
     result = CliRunner().invoke(app, ["simulate", "--trace", str(trace), "--cells", "2"])
     assert result.exit_code == 2
     assert "--capacity, --training" in result.stderr
+    pool = ["--cells", "2", "--capacity", "2", "--training", "100", "--solo", "2", "--tools", "0.7"]
+    result = CliRunner().invoke(app, ["simulate", "--trace", str(trace), *pool])
+    assert result.exit_code == 2
+    assert "1.43 times as fast at most" in result.stderr
     trace.write_text(trace.read_text() + '{"run": "r"}\n', encoding="utf-8")
     with pytest.raises(UsageError, match="line 9"):
         read_trace(trace)

@@ -143,8 +143,7 @@ def _simulate(
     from workers.simulate.predicted import Case, predictions, sentences
     from workers.simulate.tables import lines_of
     from workers.simulate.timeline import draw_timeline
-    from workers.simulate.trace import pool_for, read_trace, steps_of
-    from workflows.simulated_work import PoolModel
+    from workers.simulate.trace import pool_for, pool_of, read_trace, steps_of
 
     named = None if trace is not None else _named(workload)
     traced = read_trace(trace) if trace is not None else []
@@ -155,7 +154,7 @@ def _simulate(
             work = steps_of(traced, pool)
         else:
             pool, drawn, split_of = named.at(level)
-            pool = PoolModel.model_validate({**pool.model_dump(), **changes})
+            pool = pool_of({**pool.model_dump(), **changes})
             work = drawn.model_copy(update={"seed": seed} if seed is not None else {}).draw()
         pool = with_absences(pool, lose, resize)
         work = work[: steps or len(work)]

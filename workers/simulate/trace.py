@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from workers.configuration import describe
 from workers.errors import UsageError
 from workflows.simulated_work import PoolModel, SimulatedEpisode, SimulatedGroup, Steps
 
@@ -117,4 +118,12 @@ def pool_for(episodes: Sequence[TracedEpisode], changes: dict[str, Any]) -> Pool
     if missing:
         raise UsageError(f"a trace doesn't tell the pool: give {', '.join(missing)}")
     tokens = sum(tokens_of(episode) for episode in episodes)
-    return PoolModel.model_validate({"micro_step_tokens": max(1, tokens // len(episodes)), **changes})
+    return pool_of({"micro_step_tokens": max(1, tokens // len(episodes)), **changes})
+
+
+def pool_of(given: dict[str, Any]) -> PoolModel:
+    """Raises UsageError for figures that no pool can have."""
+    try:
+        return PoolModel.model_validate(given)
+    except ValidationError as error:
+        raise UsageError(f"the pool: {describe(error)}") from None
