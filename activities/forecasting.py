@@ -42,7 +42,7 @@ class RunHistory:
             self.book.limit_s = clocks.plan.limit_s
         seen = self.seen.setdefault(step, set())
         for episode in sorted(clocks.active_s.keys() - seen):
-            group, _ = place_of(episode)
+            group = group_of(episode)
             if group < len(clocks.plan.tasks):
                 self.book.observe(clocks.plan.tasks[group], clocks.active_s[episode], 0)
         seen |= clocks.active_s.keys()
@@ -122,10 +122,9 @@ class Forecasts:
         return history
 
 
-def place_of(episode: str) -> tuple[int, int]:
-    """Group and index that an episode's name says."""
-    _, _, group, index = episode.rsplit("/", 3)
-    return int(group), int(index)
+def group_of(episode: str) -> int:
+    """The number of its group, which an episode's name says."""
+    return int(episode.rsplit("/", 2)[1])
 
 
 def group_states(book: Durations, clocks: StepClocks, held: dict[str, float], now: float) -> list[GroupState]:
@@ -138,7 +137,7 @@ def group_states(book: Durations, clocks: StepClocks, held: dict[str, float], no
     ran: dict[int, float] = {}
     running: dict[int, list[float]] = {}
     for episode in clocks.ended:
-        group = place_of(episode)[0]
+        group = group_of(episode)
         ended[group] = ended.get(group, 0) + 1
         if episode in clocks.active_s:
             ended_logs.setdefault(group, []).append(book.log_of(clocks.active_s[episode]))
@@ -146,7 +145,7 @@ def group_states(book: Durations, clocks: StepClocks, held: dict[str, float], no
     for episode, start in clocks.started.items():
         if episode not in clocks.ended:
             elapsed = max(0.0, now - start - held.get(episode, 0.0))
-            running.setdefault(place_of(episode)[0], []).append(elapsed)
+            running.setdefault(group_of(episode), []).append(elapsed)
     places = max(1, sum(map(len, running.values())))
     queued_before = 0
     states = []

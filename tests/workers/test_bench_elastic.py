@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from infra.harness.registry import NAMES, harness_named
 from infra.tasks.harbor import list_tasks, load_task
@@ -15,6 +16,7 @@ from workers.bench.elastic import Plan, judged
 from workers.bench.elastic_history import Activity, History, switches
 from workers.bench.elastic_prediction import Call, Traced, speed_law
 from workers.bench.elastic_tasks import PLAN, Shape, Step, draw_step, session_of, warm_up, write_tasks
+from workers.cli import app
 from workers.simulate.trace import TracedEpisode
 
 
@@ -143,3 +145,10 @@ def test_async_stands_for_every_static_split() -> None:
     plan = Plan(policies=("predictive", "async"), cells=4)
     assert plan.variants() == ["predictive", "async-1", "async-2", "async-3"]
     assert plan.scheduler("async-3").training_cells == 3
+
+
+def test_a_policy_that_does_not_exist_is_refused_before_anything_starts() -> None:
+    result = CliRunner().invoke(app, ["bench", "elastic", "--policies", "predictive,fast"])
+    assert result.exit_code == 2
+    assert "'fast'" in result.stderr
+    assert "watermark" in result.stderr

@@ -7,13 +7,24 @@ import json
 import math
 import signal
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from workers.errors import UsageError
+
+
+def _report(result: dict[str, Any], show: Callable[[dict[str, Any], Console], None], *, as_json: bool) -> None:
+    """Print what was measured; exit code 1 when a limit doesn't hold."""
+    if as_json:
+        print(json.dumps(result, indent=1))
+    else:
+        show(result, Console(soft_wrap=True))
+    if not result["holds"]:
+        raise typer.Exit(1)
 
 
 async def bench_proxy(
@@ -30,12 +41,7 @@ async def bench_proxy(
 
     sizes = SMALL if small else {"turns": turns, "tokens": tokens, "episodes": episodes}
     result = await measure(Plan.model_validate({**sizes, "dialect": dialect}), CACHE)
-    if as_json:
-        print(json.dumps(result, indent=1))
-    else:
-        print_bench(result, Console(soft_wrap=True))
-    if not result["holds"]:
-        raise typer.Exit(1)
+    _report(result, print_bench, as_json=as_json)
 
 
 async def bench_trajectory(
@@ -64,12 +70,11 @@ async def bench_trajectory(
         result["training"] = await asyncio.to_thread(passes.measure, sizes)
         lines.append(trajectory.describe_training(result["training"]))
     holds = all(part["holds"] for part in result.values())
-    if as_json:
-        print(json.dumps({**result, "holds": holds}, indent=1))
-    else:
-        Console(soft_wrap=True).print("\n".join(lines), highlight=False)
-    if not holds:
-        raise typer.Exit(1)
+    _report(
+        {**result, "holds": holds},
+        lambda _, console: console.print("\n".join(lines), highlight=False),
+        as_json=as_json,
+    )
 
 
 async def bench_elastic(
@@ -90,7 +95,10 @@ async def bench_elastic(
     """Elastic scheduling against Colocate and static splits, on cells with quotas. Exit code 1 when a limit fails."""
     from workers.bench.elastic import SMALL, Bench, Plan, show_result
     from workers.quickstart import prepare
+    from workflows.policies import POLICIES
 
+    if unknown := sorted(set(policies.split(",")) - POLICIES.keys()):
+        raise UsageError(f"--policies: there is no policy {unknown[0]!r}; there are {', '.join(POLICIES)}")
     told = Console(stderr=True, soft_wrap=True)
     sizes = SMALL if small else {"policies": tuple(policies.split(",")), "rounds": rounds}
     if staleness and not small:  # overlapping steps are measured several to a run
@@ -109,12 +117,7 @@ async def bench_elastic(
             result = await running
         except asyncio.CancelledError as stopped:
             raise UsageError(f"ended before its figures were there ({stopped or 'a call was cancelled'})") from stopped
-    if as_json:
-        print(json.dumps(result, indent=1))
-    else:
-        show_result(result, Console(soft_wrap=True))
-    if not result["holds"]:
-        raise typer.Exit(1)
+    _report(result, show_result, as_json=as_json)
 
 
 async def bench_migration(
@@ -137,9 +140,4 @@ async def bench_migration(
         result = await measuring
     except asyncio.CancelledError:
         raise typer.Exit(128 + signal.SIGTERM) from None
-    if as_json:
-        print(json.dumps(result, indent=1))
-    else:
-        print_bench(result, Console(soft_wrap=True))
-    if not result["holds"]:
-        raise typer.Exit(1)
+    _report(result, print_bench, as_json=as_json)
