@@ -20,8 +20,9 @@ from workflows.scheduler import Scheduler, SchedulerState
 
 pytestmark = pytest.mark.stack
 
-COLOCATE = SchedulerConfig(policy="colocate", claim_s=0.1, lost_s=0.6, drain_s=0)
-"""All cells train when the episodes have ended, a micro-step to a claim."""
+COLOCATE = SchedulerConfig(policy="colocate", claim_s=0.1, lost_s=3, drain_s=0)
+"""All cells train when the episodes have ended, a micro-step to a claim. A busy machine may take a second to hand a
+live cell its order; only a cell that is silent on purpose may run into ``lost_s``."""
 
 
 def run_config(steps: int = 1, tasks: int = 6, scheduler: SchedulerConfig = COLOCATE) -> RunConfig:
@@ -52,7 +53,7 @@ async def test_a_trainer_is_lost_another_goes_on_and_only_its_work_is_done_again
     """cell-0 is the core, cell-1 a satellite. It comes back while the step goes on, and helps with a sum of its own."""
     cluster = ScriptedCluster(silent_after={cell: 2}, claim_s=0.4)
     async with pool(cluster, cells=3) as client:
-        handle = await start(client, run_config(tasks=8))
+        handle = await start(client, run_config(tasks=20))
         await scheduler_until(client, lambda state: cell in state.lost)
         before = list(cluster.sums[f"{cell}#0"])
         cluster.silent.discard(cell)
@@ -72,18 +73,18 @@ async def test_a_trainer_is_lost_another_goes_on_and_only_its_work_is_done_again
 async def test_a_serving_cell_is_lost_and_serves_again_when_it_is_back() -> None:
     cluster = ScriptedCluster(episode_s=lambda episode: 1.0)
     async with pool(cluster) as client:
-        handle = await start(client, run_config(steps=3, tasks=2))
+        handle = await start(client, run_config(steps=40, tasks=2))
         await until("both serve", lambda: {e[0] for k, e in cluster.log if k == "serve"} == {"cell-0", "cell-1"})
         cluster.silent.add("cell-1")
-        await until("the others go on", lambda: len(cluster.committed) == 1)
-        assert not cluster.finished[0].satellites
-        state = await client.get_workflow_handle_for(Scheduler.run, names.scheduler_id("local")).query(Scheduler.status)
-        assert state.lost == {"cell-1": "its replica has not answered for 1 s"}
+        await scheduler_until(client, lambda s: s.lost == {"cell-1": "its replica has not answered for 3 s"})
+        before = len(cluster.committed)
+        await until("the others go on", lambda: len(cluster.committed) > before)
+        assert not any(offer.cell == "cell-1" for finish in cluster.finished[before:] for offer in finish.satellites)
         cluster.silent.discard("cell-1")
         served = len(cluster.log)
-        await asyncio.wait_for(handle.result(), 60)
-        again = [entry for kind, entry in cluster.log[served:] if kind in ("serve", "train") and entry[0] == "cell-1"]
-        assert again, "it is used again"
+        again = ("serve", "train")
+        await until("it is used", lambda: any(k in again and e[0] == "cell-1" for k, e in cluster.log[served:]))
+        await handle.cancel()
 
 
 async def test_a_cell_without_a_worker_is_left_out_until_one_comes() -> None:
