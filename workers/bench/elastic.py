@@ -182,8 +182,7 @@ class Bench:
         costs: list[StepCosts] = []
         rows = {variant: self._row(variant, cells) for variant in plan.variants()}
         for one in self.measured:
-            if one.policy == source:
-                costs += [await step_costs(client, one.run, result.step) for result in one.results]
+            costs += [await step_costs(client, one.run, result.step) for result in one.results]
         return await asyncio.to_thread(self._compare, rows, costs, cells, source)
 
     def _row(self, variant: str, cells: Sequence[Switches]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """What the simulator says of the steps that ``gyre bench elastic`` has measured, from the trace of one policy's runs.
 
-The trace is of runs in which the episodes of a step had all cells (`colocate`, where it was measured); what cells cost
-is measured (``elastic_history``). Every policy is then simulated on the same episodes: no time of its own is used.
+The trace is of runs in which the episodes of a step had all cells (`colocate`, where it was measured). What cells cost
+is measured over all runs (``elastic_history``). Every policy is then simulated on the same episodes: no length of an
+episode or of a step of its own is used.
 """
 
 from __future__ import annotations

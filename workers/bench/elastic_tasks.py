@@ -33,20 +33,20 @@ class Shape(Contract):
 
     groups: int = 12
     group_size: int = 4
-    turns: int = 10
+    turns: int = 5
     """Of an ordinary episode."""
-    words: int = 160
+    words: int = 420
     """Of context that a turn brings; a word is 1.3 tokens."""
-    max_tokens: int = 12
+    max_tokens: int = 6
     """Sampled in a turn at most."""
-    tool_s: float = 0.5
+    tool_s: float = 1.0
     """Seconds of tool time after each turn of an ordinary episode."""
     between: float = 0.1
     """Standard deviation of the logarithm of a task's level."""
     within: float = 0.1
     """The same among the episodes of a task."""
     tail_groups: int = 1
-    tail: tuple[float, float] = (9.5, 10.5)
+    tail: tuple[float, float] = (10.5, 11.5)
     """Shortest and longest of the tail's episodes, in ordinary ones; half of a tail group's episodes."""
     tail_turns: float = 1.0
     """How many times an ordinary episode's turns one of the tail makes; the rest of its length is tool time."""
