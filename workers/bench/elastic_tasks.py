@@ -33,20 +33,20 @@ class Shape(Contract):
 
     groups: int = 12
     group_size: int = 4
-    turns: int = 5
+    turns: int = 6
     """Of an ordinary episode."""
-    words: int = 420
+    words: int = 350
     """Of context that a turn brings; a word is 1.3 tokens."""
-    max_tokens: int = 6
+    max_tokens: int = 9
     """Sampled in a turn at most."""
-    tool_s: float = 1.0
+    tool_s: float = 0.8
     """Seconds of tool time after each turn of an ordinary episode."""
     between: float = 0.1
     """Standard deviation of the logarithm of a task's level."""
     within: float = 0.1
     """The same among the episodes of a task."""
     tail_groups: int = 1
-    tail: tuple[float, float] = (10.5, 11.5)
+    tail: tuple[float, float] = (11.0, 12.0)
     """Shortest and longest of the tail's episodes, in ordinary ones; half of a tail group's episodes."""
     tail_turns: float = 1.0
     """How many times an ordinary episode's turns one of the tail makes; the rest of its length is tool time."""
@@ -98,7 +98,8 @@ def _episode(shape: Shape, length: float, index: int, draws: random.Random) -> P
     more = min(length, shape.tail_turns) if length > 2 else length
     turns = max(2, round(shape.turns * more))
     tool_s = shape.tool_s * shape.turns * length / turns
-    pauses = [tool_s * draws.uniform(0.7, 1.3) for _ in range(turns)]
+    drawn = [draws.uniform(0.7, 1.3) for _ in range(turns)]
+    pauses = [tool_s * turns * one / sum(drawn) for one in drawn]
     # A longer episode's tool time makes up for what its turns don't: the length is that of the whole.
     made = tuple((round(shape.words * draws.uniform(0.85, 1.15)), shape.max_tokens, round(s, 3)) for s in pauses)
     reward = (index + 0.5) / shape.group_size
