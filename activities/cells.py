@@ -16,6 +16,7 @@ from temporalio import activity
 from temporalio.exceptions import ApplicationError
 
 from activities.beating import beating
+from activities.engine_memory import EngineMemory
 from activities.presence import MISSED, Presence, Silent
 from activities.services import Services
 from infra import demand, keys
@@ -86,6 +87,7 @@ class CellActivities:
         self._engine_url = services.settings.engine_url(cell)
         self._replica = ReplicaClient(services.settings.replica_socket(cell))
         self._engine = EngineClient(self._engine_url, vocab_size=0)
+        self._memory = EngineMemory(services.redis, self._engine, cell)
         self._presence = Presence(self._replica, self._engine)
         self._one_order = asyncio.Lock()
 
@@ -99,7 +101,7 @@ class CellActivities:
                 await self._engine.wait_ready(min(ENGINE_READY_S, desired.lost_s))
             except EngineLost as error:
                 raise Silent(str(error)) from error
-            await self._engine.resume_memory()
+            await self._memory.take_back()
             serve = ServeRequest(
                 run=context.run,
                 version=desired.version,
@@ -188,8 +190,7 @@ class CellActivities:
     async def _release_engine(self) -> str:
         """A dead engine has nothing to release: training goes on without it."""
         try:
-            await self._engine.release_memory()
-            return await self._engine.incarnation()
+            return await self._memory.release()
         except EngineError as error:
             activity.logger.warning("%s: the engine releases nothing: %s", self._cell, error)
             return ""

@@ -187,6 +187,11 @@ def route_drains(cell: str) -> str:
     return f"gyre:route:{cell}:drains"
 
 
+def engine_memory(cell: str) -> str:
+    """String: ``releasing`` or ``released`` and the incarnation of the engine that is without its serving memory."""
+    return f"gyre:cell:{cell}:memory"
+
+
 def weights(run: str, version: int) -> str:
     """Hash: source id -> transfer manifest (JSON) of a process that can be read for this version."""
     return f"gyre:weights:{run}:{version}"

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import aiohttp
 from pydantic import BaseModel
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
@@ -43,6 +44,7 @@ async def examine(settings: Settings) -> list[Finding]:
         ("temporal", _temporal),
         ("redis", _redis),
         ("blob store", _blobs),
+        ("kv store", _kv_store),
         ("processes", _processes),
         ("routes", _routes),
         ("listeners", _listeners),
@@ -134,6 +136,21 @@ async def _blobs(settings: Settings) -> Finding:
     free = shutil.disk_usage(settings.root).free / 2**30 if Path(settings.blobs).exists() else 0
     detail = f"{settings.blobs} is writable" + (f", {free:.0f} GiB free" if free else "")
     return Finding(part="blob store", ok=ok, detail=detail, mend="set GYRE_BLOB_URL")
+
+
+async def _kv_store(settings: Settings) -> Finding:
+    store = settings.kv_store
+    if store is None:
+        return Finding(part="kv store", ok=True, detail="none: a call that moves has its prefix computed again")
+    mend = "gyre up" if settings.embedded_kv_store else "start its master there, or mend GYRE_KV_STORE_ADDRESS"
+    try:
+        timeout = aiohttp.ClientTimeout(total=5)
+        async with aiohttp.ClientSession(timeout=timeout) as session, session.get(f"{store.http}/health") as answer:
+            answer.raise_for_status()
+    except (aiohttp.ClientError, OSError) as error:
+        detail = f"the master of {store.master} does not answer at {store.http}: {error or type(error).__name__}"
+        return Finding(part="kv store", ok=False, detail=detail, mend=mend)
+    return Finding(part="kv store", ok=True, detail=f"{store.master} answers")
 
 
 async def _processes(settings: Settings) -> Finding:

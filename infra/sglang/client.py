@@ -66,7 +66,6 @@ class EngineClient:
         self._session: aiohttp.ClientSession | None = None
         self._in_flight: dict[str, asyncio.Event] = {}
         self._background: set[asyncio.Task[None]] = set()
-        self._released = False
 
     async def close(self) -> None:
         """Finish pending aborts and close the connections."""
@@ -270,21 +269,17 @@ class EngineClient:
 
         ``hold_requests`` leaves the engine paused until ``resume_memory``, so that a stray request waits instead of
         touching memory that is gone: needed wherever memory is really released. On CPU nothing is, and a paused
-        scheduler would take a core from the trainer. Does nothing when released already.
+        scheduler would take a core from the trainer.
         """
-        if not self._released:
-            await self._pause_idle()  # releasing under a running request ends the server
-            await self._post("/release_memory_occupation", {"tags": RESIDENT})
-            self._released = True
-            if not hold_requests:
-                await self.resume()
+        await self._pause_idle()  # releasing under a running request ends the server
+        await self._post("/release_memory_occupation", {"tags": RESIDENT})
+        if not hold_requests:
+            await self.resume()
 
     async def resume_memory(self) -> None:
-        """Take serving memory again and sample on. Does nothing when this client has not released it."""
-        if self._released:  # resuming what is resident ends the server
-            await self._post("/resume_memory_occupation", {"tags": RESIDENT})
-            self._released = False
-            await self.resume()
+        """Take serving memory again and sample on. An engine that holds its memory ends itself: the caller knows."""
+        await self._post("/resume_memory_occupation", {"tags": RESIDENT})
+        await self.resume()
 
     # Weights
 

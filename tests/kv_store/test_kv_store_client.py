@@ -18,7 +18,9 @@ from infra.kv_store.arrival import Arrival
 from infra.kv_store.client import StoreAddress, StoreClient
 from infra.kv_store.layout import cache_salt, object_name, page_digests, root_digest
 from infra.kv_store.processes import master_command, segment_command
+from infra.settings import Settings
 from workers.bench.cells import free_pair
+from workers.doctor import Finding, examine
 
 pytestmark = pytest.mark.stack
 
@@ -162,3 +164,16 @@ def test_an_object_that_fits_into_no_buffer_is_a_fault_of_use(store: Store) -> N
     client = StoreClient(store.address, HOST, buffer_bytes=PAGE - 1)
     with pytest.raises(ValueError, match="does not fit"):
         client.write(["a"], Pages(1, filled=True).regions)
+
+
+async def test_the_doctor_says_whether_an_external_store_answers(store: Store, tmp_path: Path) -> None:
+    settings = Settings(home=tmp_path, kv_store_address=store.address.master)
+
+    async def seen() -> Finding:
+        (finding,) = [finding for finding in await examine(settings) if finding.part == "kv store"]
+        return finding
+
+    absent = await seen()
+    assert not absent.ok and store.address.http in absent.detail and "GYRE_KV_STORE_ADDRESS" in absent.mend
+    store.start()
+    assert (await seen()).ok

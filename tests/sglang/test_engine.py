@@ -17,8 +17,11 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from redis.asyncio import Redis
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from activities.engine_memory import EngineMemory
+from infra import keys
 from infra.sglang.client import EngineClient, OnTokens
 from infra.sglang.errors import EngineLost, EngineRefused, EngineVersionMismatch
 from infra.sglang.generation import Generation
@@ -322,15 +325,35 @@ async def test_memory_is_released_under_load_and_taken_back(engine: Engine, clie
     for hold in (True, False):
         started = time.monotonic()
         await client.release_memory(hold_requests=hold)
-        await client.release_memory()
         released = time.monotonic()
         assert await client.ready() is not hold
-        await client.resume_memory()
         await client.resume_memory()
         print(f"release {released - started:.3f} s, resume {time.monotonic() - released:.3f} s")
         assert await client.ready()
     await client.abort("interrupted")
     result = await task
+    assert (torch.tensor(result.logprobs) - engine.reference(ids, result.output_ids)).abs().max() < 1e-4
+
+
+async def test_a_restarted_worker_knows_whether_its_engine_has_its_memory(
+    engine: Engine, client: EngineClient, redis: Redis
+) -> None:
+    """An engine that is told to take back what it holds ends itself, and one that never is stays without memory."""
+
+    def worker() -> EngineMemory:
+        return EngineMemory(redis, client, "cell-0")
+
+    await worker().take_back()  # it never gave anything up
+    for _ in range(2):  # the second worker finds it done
+        assert await worker().release() == await client.incarnation()
+    await redis.set(keys.engine_memory("cell-0"), f"releasing {await client.incarnation()}")
+    await worker().release()  # the first one died before it knew
+    await worker().take_back()
+    await worker().take_back()
+    await redis.set(keys.engine_memory("cell-0"), "released another-start")
+    await worker().take_back()  # the engine that released is gone, and this one holds its memory
+    ids = prompt(50)
+    result = await sample(client, ids, rid="taken-back", version=engine.version, new=10)
     assert (torch.tensor(result.logprobs) - engine.reference(ids, result.output_ids)).abs().max() < 1e-4
 
 
