@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from local_stack import LocalStack
 
+from infra.tasks.quickstart import WORDS
 from workflows.configuration import BudgetConfig, TaskSets
 
 pytestmark = pytest.mark.stack
@@ -31,22 +32,24 @@ def write_task(folder: Path, *, instruction: str, files: dict[str, str], test: s
     (folder / "tests" / "test.sh").write_text("#!/bin/sh\n" + test + "\n")
 
 
+def write_slow_task(folder: Path, verdict: str) -> None:
+    """The policy is a beginner: more than half of the time it runs a script, and often another one than it is told."""
+    scripts = {f"{word}.sh": "echo half > half.txt\nsleep 9\necho working\n" for word in WORDS}
+    test = f"({verdict}) > /logs/verifier/reward.txt"
+    write_task(folder, instruction="Run `oak.sh` until it prints `done`.", files=scripts, test=test)
+
+
 async def test_a_spent_budget_is_graded_and_a_broken_evaluator_is_excluded(stack: LocalStack) -> None:
     tasks = stack.settings.root / "outcomes"
-    write_task(
-        tasks / "0-slow",
-        instruction="Run `oak.sh` until it prints `done`.",
-        files={"oak.sh": "echo half > half.txt\nsleep 9\necho working\n"},
-        test="if test -f /workspace/half.txt; then echo 0.5; else echo 0; fi > /logs/verifier/reward.txt",
-    )
+    write_slow_task(tasks / "0-slow", "if test -f /workspace/half.txt; then echo 0.5; else echo 0; fi")
     write_task(
         tasks / "1-broken",
         instruction="Create `fox.txt` with text `red`.",
         files={},
         test="echo the verifier is broken >&2; exit 1",
     )
-    run = "outcomes"
-    changes = {"tasks": TaskSets(train=str(tasks)), "tasks_per_step": 2, "group_size": 4, "steps": 1}
+    run, size = "outcomes", 12
+    changes = {"tasks": TaskSets(train=str(tasks)), "tasks_per_step": 2, "group_size": size, "steps": 1}
     stack.submit(stack.config(run, **changes, budget=BudgetConfig(active_s=4, wall_s=120)))
     (result,) = await stack.finished(run)
 
@@ -61,14 +64,14 @@ async def test_a_spent_budget_is_graded_and_a_broken_evaluator_is_excluded(stack
     assert {seal["outcome"] for seal in broken} == {"evaluator_failed"}
     assert {seal["reward"] for seal in broken} == {None}
     assert all("the verifier is broken" in seal["detail"] for seal in broken)
-    assert result["valid"] == 4
+    assert result["valid"] == size
     assert result["groups_without_gradient"].get("too_few") == 1
     assert result["gauges"]["excluded"] == 0.5
 
     gauges = stack.json("gauges", run, str(result["step"]))
-    assert gauges["excluded"] == {"evaluator_failed": 4}
-    assert sum(counts["excluded"] for counts in gauges["lengths"].values()) == 4
-    assert gauges["rewards"][f"{tasks}#0"]["episodes"] == 4
+    assert gauges["excluded"] == {"evaluator_failed": size}
+    assert sum(counts["excluded"] for counts in gauges["lengths"].values()) == size
+    assert gauges["rewards"][f"{tasks}#0"]["episodes"] == size
     assert {kind: sum(gauges[kind].values()) for kind in ("sampled", "trained")} == {
         "sampled": result["sampled_tokens"],
         "trained": result["trained_tokens"],

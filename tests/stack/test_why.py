@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from local_stack import LocalStack
 from redis import Redis
-from test_outcomes import write_task
+from test_outcomes import write_slow_task, write_task
 
 from infra import keys
 from infra.temporal import connect
@@ -26,12 +26,7 @@ pytestmark = pytest.mark.stack
 @pytest.fixture(scope="module")
 def slow_and_broken(stack: LocalStack) -> TaskSets:
     tasks = stack.settings.root / "why"
-    write_task(
-        tasks / "0-slow",
-        instruction="Run `oak.sh` until it prints `done`.",
-        files={"oak.sh": "echo half > half.txt\nsleep 9\necho working\n"},
-        test="echo 0.5 > /logs/verifier/reward.txt",
-    )
+    write_slow_task(tasks / "0-slow", "echo 0.5")
     write_task(
         tasks / "1-broken",
         instruction="Create `fox.txt` with text `red`.",
@@ -58,7 +53,7 @@ def why(stack: LocalStack, *what: str) -> list[dict[str, Any]]:
 
 async def test_everything_that_waits_says_for_whom_and_why(stack: LocalStack, slow_and_broken: TaskSets) -> None:
     held, second = "why-held", "why-second"
-    small = {"tasks": slow_and_broken, "tasks_per_step": 2, "group_size": 8, "steps": 1}
+    small = {"tasks": slow_and_broken, "tasks_per_step": 2, "group_size": 10, "steps": 1}
     stack.submit(stack.config(held, **small, budget=BudgetConfig(active_s=120, wall_s=900)))
     stack.submit(stack.config(second, **small, budget=BudgetConfig(active_s=4, wall_s=120)))
     client = await connect(stack.settings)  # not the command line: the first calls must be caught
