@@ -24,6 +24,7 @@ class EngineMemory:
         if await self._state() != f"released {incarnation}":
             await self._redis.set(self._key, f"releasing {incarnation}")
             await self._engine.release_memory()
+            incarnation = await self._engine.incarnation()  # it may be another start than the one that was asked
             await self._redis.set(self._key, f"released {incarnation}")
         return incarnation
 
