@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -336,9 +337,17 @@ async def test_memory_is_released_under_load_and_taken_back(engine: Engine, clie
 
 
 async def test_a_restarted_worker_knows_whether_its_engine_has_its_memory(
-    engine: Engine, client: EngineClient, redis: Redis
+    engine: Engine, client: EngineClient, redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine that is told to take back what it holds ends itself, and one that never is stays without memory."""
+    told: list[str] = []  # on CPU an engine without its memory samples on: only what it was told shows
+
+    async def post(path: str, *body: Any) -> Any:
+        told.append(path)
+        return await really(path, *body)
+
+    really = client._post
+    monkeypatch.setattr(client, "_post", post)
 
     def worker() -> EngineMemory:
         return EngineMemory(redis, client, "cell-0")
@@ -346,10 +355,13 @@ async def test_a_restarted_worker_knows_whether_its_engine_has_its_memory(
     await worker().take_back()  # it never gave anything up
     for _ in range(2):  # the second worker finds it done
         assert await worker().release() == await client.incarnation()
+    assert told.count("/release_memory_occupation") == 1
     await redis.set(keys.engine_memory("cell-0"), f"releasing {await client.incarnation()}")
     await worker().release()  # the first one died before it knew
+    assert told.count("/release_memory_occupation") == 2
     await worker().take_back()
     await worker().take_back()
+    assert told.count("/resume_memory_occupation") == 1
     await redis.set(keys.engine_memory("cell-0"), "released another-start")
     await worker().take_back()  # the engine that released is gone, and this one holds its memory
     ids = prompt(50)

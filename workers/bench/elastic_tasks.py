@@ -46,7 +46,7 @@ class Shape(Contract):
     within: float = 0.1
     """The same among the episodes of a task."""
     tail_groups: int = 1
-    tail: tuple[float, float] = (11.0, 12.0)
+    tail: tuple[float, float] = (11.0, 11.0)
     """Shortest and longest of the tail's episodes, in ordinary ones; half of a tail group's episodes."""
     tail_turns: float = 1.0
     """How many times an ordinary episode's turns one of the tail makes; the rest of its length is tool time."""
