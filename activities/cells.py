@@ -26,7 +26,7 @@ from infra.routes import RouteOvertaken, get_route, set_route, wait_acknowledged
 from infra.sglang.client import EngineClient
 from infra.sglang.errors import EngineError, EngineLost
 from trajectory.loss_config import LossConfig
-from workflows.orders import (
+from workflows.contracts.orders import (
     CellOrder,
     CellReport,
     Desired,

@@ -35,7 +35,7 @@ from infra.harness.registry import harness_named
 from infra.sandbox.bubblewrap import Bubblewrap
 from infra.tasks.harbor import Task, list_tasks, load_task
 from workflows import names
-from workflows.contracts import EpisodeExit, EpisodeInput, Outcome
+from workflows.contracts.results import EpisodeExit, EpisodeInput, Outcome
 
 MODEL = "gyre-policy"
 LEASE_S = 30.0

@@ -17,8 +17,8 @@ from activities.episode_runner import EpisodeRunner
 from activities.services import Services
 from infra.harness.harness import HarnessUnavailable
 from infra.tasks.harbor import TaskInvalid
-from workflows.configuration import Contract
-from workflows.contracts import EpisodeExit, EpisodeInput
+from workflows.contracts.configuration import Contract
+from workflows.contracts.results import EpisodeExit, EpisodeInput
 
 TOKEN_FILE = "activity.json"
 

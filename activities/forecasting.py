@@ -15,9 +15,9 @@ from redis.asyncio import Redis
 
 from infra import durations
 from infra.durations import StepClocks
-from workflows.forecasts import Durations, GroupState
-from workflows.pool_view import Outlook, PoolView, StepView
-from workflows.predictive import admission_order
+from workflows.scheduling.forecasts import Durations, GroupState
+from workflows.scheduling.pool_view import Outlook, PoolView, StepView
+from workflows.scheduling.predictive import admission_order
 
 HISTORY_STEPS: Final = 32
 """Steps back that a worker reads when it hears of a run for the first time."""

@@ -20,8 +20,8 @@ from trajectory.advantage import Reason
 from trajectory.gauges import MEANING, Gauges, combine, group_gauges, loss_gauges
 from trajectory.kinds import Kind
 from trajectory.stats import GroupStats
-from workflows.contracts import Outcome, StepResult
-from workflows.orders import GaugesInput
+from workflows.contracts.orders import GaugesInput
+from workflows.contracts.results import Outcome, StepResult
 
 Read = dict[str, Any] | None
 """What was stored; None when it can't be read."""

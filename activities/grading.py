@@ -21,7 +21,7 @@ from infra.episodes.workspace import WorkspaceUnusable, unpack_workspace
 from infra.sandbox.bubblewrap import Bubblewrap
 from infra.sandbox.spec import Sandbox
 from infra.tasks.harbor import Task, TaskInvalid
-from workflows.contracts import GradeInput, Verdict
+from workflows.contracts.results import GradeInput, Verdict
 
 
 class GradingActivities:

@@ -12,7 +12,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 from infra.megatron.protocol import ReplicaClient, ReplicaUnavailable
 from infra.sglang.errors import EngineError
-from workflows.orders import CellReport
+from workflows.contracts.orders import CellReport
 
 LOOK_S: Final = 4.0
 """Seconds in which a process has to answer a look."""

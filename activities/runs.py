@@ -25,9 +25,9 @@ from infra.tasks.harbor import TaskInvalid, list_tasks, load_task
 from trajectory.gauges import summary
 from trajectory.loss_config import LossConfig
 from trajectory.process import TrajectoryConfig
-from workflows.configuration import RunConfig
-from workflows.contracts import RunFacts, StepResult
-from workflows.orders import CommitInput, Committed
+from workflows.contracts.configuration import RunConfig
+from workflows.contracts.orders import CommitInput, Committed
+from workflows.contracts.results import RunFacts, StepResult
 
 
 class ConfigurationError(ValueError):

@@ -13,8 +13,8 @@ from activities.forecasting import Forecasts
 from activities.services import Services
 from infra import demand, durations
 from workflows import names
-from workflows.contracts import StepInput
-from workflows.policies import Decision, PoolView, decide
+from workflows.contracts.results import StepInput
+from workflows.scheduling.policies import Decision, PoolView, decide
 
 POLL_S = 0.1
 

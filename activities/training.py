@@ -28,8 +28,8 @@ from infra.megatron.protocol import (
 )
 from infra.transfer.manifest import TransferManifest
 from trajectory.additive import add_all
-from workflows.calls import LOST, SUMS_LOST
-from workflows.orders import Candidate, FinishInput, GradientsInput, GradientSum, TrainInput, TrainResult
+from workflows.activity_calls import LOST, SUMS_LOST
+from workflows.contracts.orders import Candidate, FinishInput, GradientsInput, GradientSum, TrainInput, TrainResult
 
 Answer = TypeVar("Answer")
 

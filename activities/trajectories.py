@@ -21,7 +21,7 @@ from trajectory.process import EpisodeInput, TrajectoryConfig, process_group
 from trajectory.records import CallRecord, RecordError, decode_chain
 from trajectory.seal import seal
 from trajectory.tree import EpisodeTree
-from workflows.contracts import EpisodeResult, GroupResult, MicroStepRef, Outcome, ProcessInput
+from workflows.contracts.results import EpisodeResult, GroupResult, MicroStepRef, Outcome, ProcessInput
 
 MOVED = ("moved_tokens", "moved_from_store", "moved_recomputed", "moved_bytes")
 """Sums over call records that a group's result has under the same names."""

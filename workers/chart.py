@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from workflows.contracts import StepResult
+from workflows.contracts.results import StepResult
 
 
 def draw_curve(results: Sequence[StepResult], title: str, path: Path) -> None:

@@ -34,7 +34,7 @@ from workers.printing import Json, RunName, console, show
 from workers.simulate.command import simulate
 from workers.why.command import why
 from workflows import names
-from workflows.contracts import PauseRequest, SubmitStep
+from workflows.contracts.results import PauseRequest, SubmitStep
 from workflows.run import Run, RunState
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help="Train coding agents, durably.")

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from activities.runs import ConfigurationError, check_config
 from infra.settings import Settings
 from workers.errors import UsageError
-from workflows.configuration import RunConfig
+from workflows.contracts.configuration import RunConfig
 
 
 def read_config(path: Path) -> RunConfig:

@@ -13,7 +13,7 @@ from activities.record_names import step_name, steps_name
 from infra.blobs import BlobMissing, BlobStore
 from trajectory.gauges import MEANING, Gauges
 from workers.errors import UsageError
-from workflows.contracts import StepResult
+from workflows.contracts.results import StepResult
 
 COLUMNS: Final = {
     "token_p99": "tok p99",

@@ -21,7 +21,7 @@ from infra.settings import Settings
 from infra.temporal import ANSWER
 from workers.errors import UsageError
 from workflows import names
-from workflows.contracts import RunStatus, StepResult
+from workflows.contracts.results import RunStatus, StepResult
 from workflows.run import Run
 from workflows.scheduler import Scheduler, SchedulerState
 

@@ -25,7 +25,7 @@ from workers.local import down, up
 from workers.memory import PeakMemory
 from workers.progress import watch
 from workflows import names
-from workflows.configuration import (
+from workflows.contracts.configuration import (
     BudgetConfig,
     EvaluationConfig,
     OptimizerConfig,

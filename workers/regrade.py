@@ -33,7 +33,7 @@ from infra.settings import Settings
 from infra.tasks.harbor import Task, TaskInvalid, list_tasks
 from workers.episodes import sealed_episodes
 from workers.errors import UsageError
-from workflows.contracts import Outcome
+from workflows.contracts.results import Outcome
 
 AT_ONCE: Final = 4
 """Evaluators that run at once."""

@@ -19,8 +19,8 @@ from trajectory.micro_step import MicroStep
 from trajectory.records import decode_chain
 from trajectory.verify import verify_provenance
 from workers.errors import UsageError
-from workflows.configuration import RunConfig
-from workflows.contracts import StepResult
+from workflows.contracts.configuration import RunConfig
+from workflows.contracts.results import StepResult
 
 TOLERANCE = 1e-5
 """Relative difference that fp32 allows between two orders of summation."""

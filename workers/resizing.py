@@ -23,7 +23,7 @@ from infra.temporal import ANSWER
 from workers.errors import UsageError
 from workflows import names
 from workflows.cell import Cell, CellState
-from workflows.contracts import ResizeRequest
+from workflows.contracts.results import ResizeRequest
 from workflows.scheduler import Scheduler
 
 POLLED: Final = timedelta(seconds=75)

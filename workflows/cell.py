@@ -17,9 +17,8 @@ from temporalio import exceptions, workflow
 from temporalio.exceptions import ActivityError, ApplicationError
 
 with workflow.unsafe.imports_passed_through():
-    from workflows import calls, names
-    from workflows.group import cause_of
-    from workflows.orders import (
+    from workflows import activity_calls, names
+    from workflows.contracts.orders import (
         CellLost,
         CellOrder,
         CellReport,
@@ -32,6 +31,7 @@ with workflow.unsafe.imports_passed_through():
         TrainerReady,
         WatchCellInput,
     )
+    from workflows.group import cause_of
 
 BACKOFF_S = (1, 2, 5, 10)
 HOPELESS = 8
@@ -192,14 +192,14 @@ class Cell:
         patience = desired.update_wait_s if update else desired.drain_s
         if state.suspect:  # nothing ends by itself on a cell that may be dead
             patience = 0.0
-        drain = calls.drain_cell(DrainInput(cell=state.cell, epoch=desired.epoch, drain_s=patience))
+        drain = activity_calls.drain_cell(DrainInput(cell=state.cell, epoch=desired.epoch, drain_s=patience))
         if patience:
             state.draining_s = patience
             self._describe()
             await workflow.wait_condition(lambda: drain.done() or state.desired is not desired)
             state.draining_s = None
             if not drain.done():  # the new state may be more urgent, and its drain goes on where this one was
-                calls.abandon(drain)
+                activity_calls.abandon(drain)
                 return False
         state.last_drain = await drain
         if update and patience and state.last_drain.moved:
@@ -210,10 +210,10 @@ class Cell:
         state = self.state
         order = CellOrder(cell=state.cell, desired=desired)
         if desired.role == "rollout":
-            return await calls.serve_rollout(order)
+            return await activity_calls.serve_rollout(order)
         if desired.role == "idle":
             return CellReport(engine=state.engine, replica=state.replica)
-        report = await calls.prepare_training(order)
+        report = await activity_calls.prepare_training(order)
         if desired.context is None:
             raise ApplicationError("a cell cannot train without the context of a run", non_retryable=True)
         ready = TrainerReady(
@@ -232,7 +232,7 @@ class Cell:
 
     async def _watch(self) -> None:
         state = self.state
-        watch = calls.watch_cell(
+        watch = activity_calls.watch_cell(
             WatchCellInput(
                 cell=state.cell,
                 engine=state.engine,
@@ -243,7 +243,7 @@ class Cell:
         )
         await workflow.wait_condition(lambda: not state.holds or watch.done())
         if not watch.done():
-            calls.abandon(watch)
+            activity_calls.abandon(watch)
             return
         try:
             report: CellReport | None = await watch
@@ -265,7 +265,7 @@ class Cell:
         state = self.state
         reach = ReachCellInput(cell=state.cell, needs_engine=desired.role != "train")
         try:
-            report = await calls.reach_cell(reach, desired.lost_s)
+            report = await activity_calls.reach_cell(reach, desired.lost_s)
         except ActivityError as error:
             await self._lose(f"{_silent(error)} has not answered for {desired.lost_s:.0f} s")
             return None
@@ -285,15 +285,15 @@ class Cell:
         told = state.desired
         if wait := RETURN_S[min(state.losses, len(RETURN_S)) - 1]:
             await workflow.sleep(wait)
-        reach = calls.reach_cell(ReachCellInput(cell=state.cell, needs_engine=True), None)
+        reach = activity_calls.reach_cell(ReachCellInput(cell=state.cell, needs_engine=True), None)
         while not reach.done():
             desired = state.desired
-            drain = calls.drain_cell(DrainInput(cell=state.cell, epoch=desired.epoch))
+            drain = activity_calls.drain_cell(DrainInput(cell=state.cell, epoch=desired.epoch))
             if desired is not told and desired.role != "idle" and desired.pool:  # it doesn't know, or no longer
                 lost = CellLost(cell=state.cell, reason=state.lost)
                 await self._tell_scheduler(desired.pool, "cell_lost", lost)
             await workflow.wait_condition(partial(self._returns_or_changes, reach, desired))
-            calls.abandon(drain)
+            activity_calls.abandon(drain)
         try:
             await reach
         except ActivityError as error:

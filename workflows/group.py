@@ -13,8 +13,8 @@ from temporalio.common import SearchAttributeKey
 from temporalio.exceptions import ActivityError, ApplicationError, CancelledError, is_cancelled_exception
 
 with workflow.unsafe.imports_passed_through():
-    from workflows import calls, names
-    from workflows.contracts import (
+    from workflows import activity_calls, names
+    from workflows.contracts.results import (
         EpisodeExit,
         EpisodeInput,
         EpisodeResult,
@@ -65,7 +65,7 @@ class Group:
         self._describe("running")
         episodes = await asyncio.gather(*(self._episode(index) for index in range(group.group_size)))
         self._describe("processing")
-        result = await calls.process_group(
+        result = await activity_calls.process_group(
             ProcessInput(
                 run=group.config.name,
                 step=group.step,
@@ -119,7 +119,7 @@ class Group:
             restart=group.config.restart,
         )
         try:
-            ended = await calls.run_episode(episode, f"{name} · {group.config.harness}")
+            ended = await activity_calls.run_episode(episode, f"{name} · {group.config.harness}")
         except ActivityError as error:
             if is_cancelled_exception(error):
                 return without_reward(name, Outcome.CANCELLED, "cancelled")
@@ -127,7 +127,7 @@ class Group:
         if not ended.gradeable:
             return EpisodeResult(episode=name, outcome=ended.outcome, reward=None, exit=ended, detail=ended.detail)
         try:
-            verdict = await calls.grade_episode(
+            verdict = await activity_calls.grade_episode(
                 GradeInput(episode=name, task_set=self._task_set(), task=group.task, workspace_ref=ended.workspace_ref)
             )
         except ActivityError as error:

@@ -18,11 +18,11 @@ from temporalio.common import SearchAttributeKey, WorkflowIDReusePolicy
 from temporalio.exceptions import ApplicationError, is_cancelled_exception
 
 with workflow.unsafe.imports_passed_through():
-    from workflows import calls, names
+    from workflows import activity_calls, names
     from workflows.cancellation import heed_cancellation
-    from workflows.configuration import RunConfig
-    from workflows.contracts import PauseRequest, RunFacts, RunStatus, StepInput, StepResult, SubmitStep
-    from workflows.orders import LeaseRequest, RunContext, StepFinished
+    from workflows.contracts.configuration import RunConfig
+    from workflows.contracts.orders import LeaseRequest, RunContext, StepFinished
+    from workflows.contracts.results import PauseRequest, RunFacts, RunStatus, StepInput, StepResult, SubmitStep
     from workflows.step import Step
 
 RECONCILE = timedelta(seconds=60)
@@ -156,7 +156,7 @@ class Run:
     async def _begin(self) -> None:
         state = self.state
         if state.facts is None:
-            state.facts = await calls.inspect_run(state.config)
+            state.facts = await activity_calls.inspect_run(state.config)
             state.candidate_ref = state.facts.candidate_ref
         config = state.config
         if not state.leased:
@@ -316,7 +316,7 @@ class Run:
         state = self.state
         if not state.open_steps:
             return
-        for name, status in (await calls.describe_steps(state.config.name, sorted(state.open_steps))).items():
+        for name, status in (await activity_calls.describe_steps(state.config.name, sorted(state.open_steps))).items():
             if status not in ("RUNNING", "COMPLETED"):
                 self._finish_step(StepFinished(step=int(name), result=None, error=f"its workflow is {status}"))
 

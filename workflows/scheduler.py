@@ -16,10 +16,9 @@ from temporalio import workflow
 from temporalio.exceptions import ActivityError, ApplicationError
 
 with workflow.unsafe.imports_passed_through():
-    from workflows import calls, names
-    from workflows.configuration import SchedulerConfig
-    from workflows.contracts import ResizeRequest
-    from workflows.orders import (
+    from workflows import activity_calls, names
+    from workflows.contracts.configuration import SchedulerConfig
+    from workflows.contracts.orders import (
         CellLost,
         Decided,
         Desired,
@@ -30,7 +29,8 @@ with workflow.unsafe.imports_passed_through():
         Switched,
         TrainerGone,
     )
-    from workflows.policies import Assignment, CellView, Decision, PoolView, StepView, decide
+    from workflows.contracts.results import ResizeRequest
+    from workflows.scheduling.policies import Assignment, CellView, Decision, PoolView, StepView, decide
 
 
 KEPT_SWITCHES = 8
@@ -101,10 +101,10 @@ class Scheduler:
     async def _follow_demand(self) -> None:
         """Wait for another decision; what else has changed (the version, a pause) holds for the standing one."""
         await self._apply(self._standing())
-        watch = calls.watch_demand(self._view())
+        watch = activity_calls.watch_demand(self._view())
         await workflow.wait_condition(lambda: self.changed or watch.done())
         if not watch.done():
-            calls.abandon(watch)
+            activity_calls.abandon(watch)
             return
         try:
             decision = await watch
@@ -155,7 +155,7 @@ class Scheduler:
             await workflow.wait_condition(lambda: bool(state.lease and state.waiting))
             holder = state.lease.run if state.lease else ""
             try:
-                status = await calls.run_status(holder)
+                status = await activity_calls.run_status(holder)
             except ActivityError as error:
                 workflow.logger.warning("the run %s, which holds the pool, cannot be looked at: %s", holder, error)
                 status = "RUNNING"

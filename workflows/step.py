@@ -14,11 +14,9 @@ from temporalio.common import SearchAttributeKey
 from temporalio.exceptions import ApplicationError
 
 with workflow.unsafe.imports_passed_through():
-    from workflows import calls, names
+    from workflows import activity_calls, names
     from workflows.cancellation import heed_cancellation
-    from workflows.contracts import GroupInput, GroupResult, StepInput, StepResult
-    from workflows.group import Group
-    from workflows.orders import (
+    from workflows.contracts.orders import (
         Candidate,
         CommitInput,
         GaugesInput,
@@ -30,6 +28,8 @@ with workflow.unsafe.imports_passed_through():
         TrainerGone,
         TrainerReady,
     )
+    from workflows.contracts.results import GroupInput, GroupResult, StepInput, StepResult
+    from workflows.group import Group
     from workflows.step_training import StepTraining
 
 WAVE = 64
@@ -64,16 +64,16 @@ class Step:
                 GYRE_PHASE.value_set("train" if step.train else "evaluate"),
             ]
         )
-        order = await calls.open_step(step) or list(range(len(step.tasks)))
+        order = await activity_calls.open_step(step) or list(range(len(step.tasks)))
         await self._tell_scheduler("step_opened", self._opened())
         heed_cancellation()
         if step.train and step.config.max_staleness:
-            await calls.await_turn(step.run, step.step)
+            await activity_calls.await_turn(step.run, step.step)
         training = asyncio.create_task(self.training.run()) if step.train else None
         await self._run_groups(order)
         candidate = await training if training is not None else None
         result = self._result(candidate, (workflow.now() - started).total_seconds())
-        committed = await calls.commit_candidate(
+        committed = await activity_calls.commit_candidate(
             CommitInput(
                 run=step.run,
                 step=step.step,
@@ -98,7 +98,7 @@ class Step:
             candidate_ref=result.candidate_ref if step.train else "",
         )
         await self._tell_scheduler("step_closed", closed)
-        await calls.close_step(step.run, step.step)
+        await activity_calls.close_step(step.run, step.step)
         await self._tell_run(StepFinished(step=step.step, result=result))
         return result
 

@@ -1,6 +1,6 @@
 """The training half of a step: micro-steps to whoever trains, and the update once each is in exactly one gradient sum.
 
-It alone arbitrates claims (`workflows.gradient_ledger` holds who has what). Invariant: nothing here waits for a trainer
+It alone arbitrates claims (`workflows.scheduling.gradient_ledger` holds who has what). Invariant: nothing here waits for a trainer
 that has been declared lost; what it had waits again for the others, and only the core of that moment is ever asked for
 the update. It knows groups by their results, and nothing of episodes.
 """
@@ -14,11 +14,19 @@ from typing import Any, TypeVar
 from temporalio import workflow
 from temporalio.exceptions import ActivityError, ApplicationError
 
-from workflows import calls, names
-from workflows.contracts import GroupResult, StepInput
-from workflows.gradient_ledger import GradientLedger, Trainer
+from workflows import activity_calls, names
+from workflows.contracts.orders import (
+    Candidate,
+    FinishInput,
+    GradientsInput,
+    GradientSum,
+    TrainerGone,
+    TrainerReady,
+    TrainInput,
+)
+from workflows.contracts.results import GroupResult, StepInput
 from workflows.group import cause_of
-from workflows.orders import Candidate, FinishInput, GradientsInput, GradientSum, TrainerGone, TrainerReady, TrainInput
+from workflows.scheduling.gradient_ledger import GradientLedger, Trainer
 
 Answer = TypeVar("Answer")
 
@@ -109,7 +117,9 @@ class StepTraining:
             micro_steps=refs,
         )
         try:
-            result = await self._while_there(trainer, calls.train_micro_steps(order, step.config.scheduler.lost_s))
+            result = await self._while_there(
+                trainer, activity_calls.train_micro_steps(order, step.config.scheduler.lost_s)
+            )
         except Gone:
             return
         except ActivityError as error:
@@ -150,7 +160,7 @@ class StepTraining:
                 cell=trainer.ready.cell, incarnation=trainer.ready.incarnation, run=step.run, step=step.step
             )
             try:
-                sums.append(await self._while_there(trainer, calls.offer_gradients(order, lost_s)))
+                sums.append(await self._while_there(trainer, activity_calls.offer_gradients(order, lost_s)))
             except ActivityError as error:
                 await self._lose(trainer, error)
                 return None
@@ -166,9 +176,9 @@ class StepTraining:
             record_gradient=step.config.record_gradients,
         )
         try:
-            candidate = await self._while_there(core, calls.finish_step(finish, lost_s))
+            candidate = await self._while_there(core, activity_calls.finish_step(finish, lost_s))
         except ActivityError as error:
-            unread = calls.lost_sums(error)
+            unread = activity_calls.lost_sums(error)
             at_fault = [trainer for name, trainer in self.ledger.trainers.items() if name in unread]
             for trainer in at_fault if unread else [core]:
                 await self._lose(trainer, error)
@@ -181,7 +191,7 @@ class StepTraining:
         answer = asyncio.create_task(order)
         await workflow.wait_condition(lambda: answer.done() or trainer.gone)
         if not answer.done():
-            calls.abandon(answer)
+            activity_calls.abandon(answer)
             raise Gone
         return await answer
 

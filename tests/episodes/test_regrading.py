@@ -25,7 +25,7 @@ from infra.settings import Settings
 from infra.tasks.harbor import load_task
 from workers.errors import UsageError
 from workers.regrade import LaterVerdict, regrade
-from workflows.contracts import GradeInput
+from workflows.contracts.results import GradeInput
 
 pytestmark = pytest.mark.stack
 

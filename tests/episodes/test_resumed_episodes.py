@@ -31,8 +31,8 @@ from infra.harness.harness import Session
 from infra.sandbox.bubblewrap import Bubblewrap
 from infra.settings import Settings
 from infra.tasks.harbor import Task
-from workflows.configuration import BudgetConfig, SamplingConfig
-from workflows.contracts import EpisodeExit, EpisodeInput, Outcome
+from workflows.contracts.configuration import BudgetConfig, SamplingConfig
+from workflows.contracts.results import EpisodeExit, EpisodeInput, Outcome
 
 pytestmark = pytest.mark.stack
 

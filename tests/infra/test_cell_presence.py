@@ -24,8 +24,8 @@ from infra.keys import Route
 from infra.megatron.protocol import ReplicaClient, TrainRequest
 from infra.routes import get_route, set_route
 from infra.settings import Settings
-from workflows.configuration import LossConfig, OptimizerConfig
-from workflows.orders import CellOrder, Desired, RunContext
+from workflows.contracts.configuration import LossConfig, OptimizerConfig
+from workflows.contracts.orders import CellOrder, Desired, RunContext
 
 STAND_IN = """
 import asyncio, sys

@@ -9,9 +9,9 @@ from redis.asyncio import Redis
 
 from activities.forecasting import Forecasts
 from infra import demand, durations
-from workflows.configuration import SchedulerConfig
+from workflows.contracts.configuration import SchedulerConfig
 from workflows.names import episode_name
-from workflows.policies import CellView, PoolView, StepView
+from workflows.scheduling.policies import CellView, PoolView, StepView
 
 TASKS = ["set#0", "set#1", "set#2"]
 

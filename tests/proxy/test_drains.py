@@ -17,7 +17,7 @@ from activities.cells import DrainActivities
 from activities.services import Services
 from infra import keys
 from infra.settings import Settings
-from workflows.orders import DrainInput, DrainResult
+from workflows.contracts.orders import DrainInput, DrainResult
 
 LONG_S = 30.0
 """Longer than any wait of these tests."""

@@ -12,7 +12,7 @@ from local_stack import LocalStack, free_settings
 
 from infra.policy.prepare import prepare_policy
 from infra.tasks.quickstart import write_task_set
-from workflows.configuration import TaskSets
+from workflows.contracts.configuration import TaskSets
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from infra.settings import Settings
 from workers.local import busy_ports
-from workflows.configuration import (
+from workflows.contracts.configuration import (
     EvaluationConfig,
     OptimizerConfig,
     RunConfig,

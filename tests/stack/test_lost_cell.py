@@ -15,7 +15,7 @@ from infra.megatron.checkpoint import load_candidate
 from infra.temporal import connect
 from workflows import names
 from workflows.cell import Cell
-from workflows.configuration import SchedulerConfig
+from workflows.contracts.configuration import SchedulerConfig
 
 pytestmark = pytest.mark.stack
 

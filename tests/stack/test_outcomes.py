@@ -8,7 +8,7 @@ import pytest
 from local_stack import LocalStack
 
 from infra.tasks.quickstart import WORDS
-from workflows.configuration import BudgetConfig, TaskSets
+from workflows.contracts.configuration import BudgetConfig, TaskSets
 
 pytestmark = pytest.mark.stack
 

@@ -11,7 +11,7 @@ from local_stack import LocalStack
 from infra.blobs import BlobStore
 from infra.harness.harness import Harness
 from workers.episodes import load_episode, sealed_episodes
-from workflows.configuration import SchedulerConfig, TrajectoryConfig
+from workflows.contracts.configuration import SchedulerConfig, TrajectoryConfig
 
 pytestmark = pytest.mark.stack
 

@@ -16,8 +16,8 @@ from test_outcomes import write_slow_task, write_task
 from infra import keys
 from infra.temporal import connect
 from workflows import names
-from workflows.configuration import BudgetConfig, TaskSets
-from workflows.contracts import PauseRequest
+from workflows.contracts.configuration import BudgetConfig, TaskSets
+from workflows.contracts.results import PauseRequest
 from workflows.run import Run
 
 pytestmark = pytest.mark.stack

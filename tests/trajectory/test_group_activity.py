@@ -26,8 +26,8 @@ from trajectory.records import CallRecord, decode_chain, encode
 from trajectory.seal import unseal
 from trajectory.tree import EpisodeTree
 from trajectory.verify import verify_provenance
-from workflows.configuration import TrajectoryConfig
-from workflows.contracts import EpisodeExit, EpisodeResult, GroupResult, Outcome, ProcessInput
+from workflows.contracts.configuration import TrajectoryConfig
+from workflows.contracts.results import EpisodeExit, EpisodeResult, GroupResult, Outcome, ProcessInput
 
 NAMES = [f"r1/000000/000/{i:02d}" for i in range(4)]
 

@@ -11,7 +11,7 @@ import typer.main
 
 from infra.settings import Settings
 from workers.cli import app
-from workflows.configuration import RunConfig
+from workflows.contracts.configuration import RunConfig
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ["README.md", "docs/architecture.md", "docs/simulator.md"]

@@ -18,9 +18,9 @@ from workers.simulate.fitting import Hypothesis, fits
 from workers.simulate.tables import lines_of
 from workers.simulate.trace import TracedEpisode, read_trace, steps_of, works_of
 from workers.simulate.workloads import PUBLISHED, PUBLISHED_HOURS, WORKLOADS, Range, explanation
-from workflows.configuration import SchedulerConfig
-from workflows.simulated_work import PoolModel, SimulatedEpisode, SimulatedGroup, Steps
-from workflows.simulator import simulate
+from workflows.contracts.configuration import SchedulerConfig
+from workflows.simulation.simulator import simulate
+from workflows.simulation.workload import PoolModel, SimulatedEpisode, SimulatedGroup, Steps
 
 COLD = {"cells": 2, "capacity": 2, "train_tokens_per_s": 100.0}
 

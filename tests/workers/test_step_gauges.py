@@ -25,8 +25,8 @@ from infra.settings import Settings
 from infra.temporal import connect
 from trajectory.gauges import Gauges
 from trajectory.stats import GroupStats
-from workflows.contracts import Outcome, StepResult
-from workflows.orders import CommitInput, Committed, GaugesInput
+from workflows.contracts.orders import CommitInput, Committed, GaugesInput
+from workflows.contracts.results import Outcome, StepResult
 
 GYRE = str(Path(sys.executable).parent / "gyre")
 

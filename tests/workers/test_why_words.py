@@ -34,7 +34,7 @@ from workers.why.pending import activity_wait, task_waits
 from workers.why.spoken import OpenCall, Shared, Spoken
 from workers.why.temporal import Pending, QueueWorkers, Task, process_state, queue_workers
 from workers.why.wait import Wait, line, merged
-from workflows.contracts import EpisodeExit, EpisodeResult, Outcome
+from workflows.contracts.results import EpisodeExit, EpisodeResult, Outcome
 
 NOW = datetime(2026, 3, 4, 12, 0, 0, tzinfo=UTC)
 QUEUES = {

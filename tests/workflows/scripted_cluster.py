@@ -14,21 +14,9 @@ from typing import Any
 from temporalio import activity
 from temporalio.exceptions import ApplicationError
 
-from workflows.calls import LOST
-from workflows.configuration import RunConfig
-from workflows.contracts import (
-    EpisodeExit,
-    EpisodeInput,
-    GradeInput,
-    GroupResult,
-    MicroStepRef,
-    Outcome,
-    ProcessInput,
-    RunFacts,
-    StepInput,
-    Verdict,
-)
-from workflows.orders import (
+from workflows.activity_calls import LOST
+from workflows.contracts.configuration import RunConfig
+from workflows.contracts.orders import (
     Candidate,
     CellOrder,
     CellReport,
@@ -43,7 +31,19 @@ from workflows.orders import (
     TrainResult,
     WatchCellInput,
 )
-from workflows.policies import Decision, PoolView, decide
+from workflows.contracts.results import (
+    EpisodeExit,
+    EpisodeInput,
+    GradeInput,
+    GroupResult,
+    MicroStepRef,
+    Outcome,
+    ProcessInput,
+    RunFacts,
+    StepInput,
+    Verdict,
+)
+from workflows.scheduling.policies import Decision, PoolView, decide
 
 
 @dataclass

@@ -13,9 +13,9 @@ from test_orchestration import config, pool, replay, start
 
 from workflows import names
 from workflows.cell import Cell
-from workflows.configuration import EvaluationConfig, LossConfig, OptimizerConfig, SchedulerConfig
-from workflows.contracts import PauseRequest
-from workflows.orders import CellStatus, Desired, DrainInput, DrainResult, RunContext
+from workflows.contracts.configuration import EvaluationConfig, LossConfig, OptimizerConfig, SchedulerConfig
+from workflows.contracts.orders import CellStatus, Desired, DrainInput, DrainResult, RunContext
+from workflows.contracts.results import PauseRequest
 from workflows.run import Run
 
 pytestmark = pytest.mark.stack

@@ -13,10 +13,10 @@ from temporalio.worker import Worker
 from test_orchestration import config, pool, replay, start
 
 from workflows import names
-from workflows.configuration import EvaluationConfig, RunConfig, SchedulerConfig
-from workflows.contracts import ResizeRequest
-from workflows.policies import POLICIES, PoolView, StepView, decide
+from workflows.contracts.configuration import EvaluationConfig, RunConfig, SchedulerConfig
+from workflows.contracts.results import ResizeRequest
 from workflows.scheduler import Scheduler, SchedulerState
+from workflows.scheduling.policies import POLICIES, PoolView, StepView, decide
 
 pytestmark = pytest.mark.stack
 

@@ -19,9 +19,9 @@ from temporalio.worker import Replayer, Worker
 from workers.worker import WORKFLOWS
 from workflows import names
 from workflows.cell import Cell, CellState
-from workflows.configuration import EvaluationConfig, RunConfig, SchedulerConfig, TaskSets
-from workflows.contracts import EpisodeInput, Outcome, PauseRequest, SubmitStep
-from workflows.orders import LeaseRequest, RunContext
+from workflows.contracts.configuration import EvaluationConfig, RunConfig, SchedulerConfig, TaskSets
+from workflows.contracts.orders import LeaseRequest, RunContext
+from workflows.contracts.results import EpisodeInput, Outcome, PauseRequest, SubmitStep
 from workflows.run import Run, RunOutcome, RunState, draw_tasks
 from workflows.scheduler import Scheduler, SchedulerState
 

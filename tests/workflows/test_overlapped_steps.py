@@ -11,9 +11,8 @@ from scripted_cluster import ScriptedCluster
 from temporalio import activity
 from test_orchestration import config, pool, start
 
-from workflows.configuration import EvaluationConfig
-from workflows.contracts import EpisodeExit, EpisodeInput, GroupResult, ProcessInput
-from workflows.orders import (
+from workflows.contracts.configuration import EvaluationConfig
+from workflows.contracts.orders import (
     Candidate,
     CellOrder,
     CellReport,
@@ -23,6 +22,7 @@ from workflows.orders import (
     TrainInput,
     TrainResult,
 )
+from workflows.contracts.results import EpisodeExit, EpisodeInput, GroupResult, ProcessInput
 
 pytestmark = pytest.mark.stack
 

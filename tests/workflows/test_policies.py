@@ -7,8 +7,8 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workflows.configuration import SchedulerConfig
-from workflows.policies import POLICIES, CellView, PoolView, StepView, decide
+from workflows.contracts.configuration import SchedulerConfig
+from workflows.scheduling.policies import POLICIES, CellView, PoolView, StepView, decide
 
 
 @st.composite

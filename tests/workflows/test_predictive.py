@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workflows.configuration import SchedulerConfig
-from workflows.forecasts import Durations, GroupState
-from workflows.policies import CellView, Outlook, PoolView, StepView, decide
-from workflows.predictive import admission_order
+from workflows.contracts.configuration import SchedulerConfig
+from workflows.scheduling.forecasts import Durations, GroupState
+from workflows.scheduling.policies import CellView, Outlook, PoolView, StepView, decide
+from workflows.scheduling.predictive import admission_order
 
 
 @st.composite

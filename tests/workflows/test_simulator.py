@@ -9,11 +9,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from workflows.configuration import SchedulerConfig
-from workflows.foresight import Clairvoyant
-from workflows.policies import POLICIES, Assignment
-from workflows.simulated_run import Simulated
-from workflows.simulated_work import (
+from workflows.contracts.configuration import SchedulerConfig
+from workflows.scheduling.policies import POLICIES, Assignment
+from workflows.simulation.foresight import Clairvoyant
+from workflows.simulation.run import Simulated
+from workflows.simulation.simulator import Simulation, simulate
+from workflows.simulation.workload import (
     Absence,
     DrawnWork,
     PoolModel,
@@ -22,7 +23,6 @@ from workflows.simulated_work import (
     Steps,
     lower_bounds,
 )
-from workflows.simulator import Simulation, simulate
 
 
 def group(*works: float, tokens_per_s: float = 10.0) -> SimulatedGroup:

@@ -6,9 +6,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from workflows.contracts import MicroStepRef
-from workflows.gradient_ledger import GradientLedger
-from workflows.orders import TrainerReady
+from workflows.contracts.orders import TrainerReady
+from workflows.contracts.results import MicroStepRef
+from workflows.scheduling.gradient_ledger import GradientLedger
 
 
 def ready(cell: int, incarnation: str, core: bool = False, epoch: int = 1) -> TrainerReady:

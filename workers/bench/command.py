@@ -95,7 +95,7 @@ async def bench_elastic(
     """Elastic scheduling against Colocate and static splits, on cells with quotas. Exit code 1 when a limit fails."""
     from workers.bench.elastic import SMALL, Bench, Plan, show_result
     from workers.quickstart import prepare
-    from workflows.policies import POLICIES
+    from workflows.scheduling.policies import POLICIES
 
     if unknown := sorted(set(policies.split(",")) - POLICIES.keys()):
         raise UsageError(f"--policies: there is no policy {unknown[0]!r}; there are {', '.join(POLICIES)}")

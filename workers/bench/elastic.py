@@ -32,7 +32,7 @@ from workers.bench.elastic_tasks import Shape, Step, draw_step, warm_up, write_t
 from workers.errors import UsageError
 from workers.processes import quota_name
 from workflows import names
-from workflows.configuration import Contract, SchedulerConfig
+from workflows.contracts.configuration import Contract, SchedulerConfig
 
 ELASTIC: Final = ("predictive", "watermark")
 """The first that is measured is held against the baselines."""

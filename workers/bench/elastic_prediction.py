@@ -22,9 +22,9 @@ from workers.bench.elastic_history import Costs
 from workers.episodes import sealed_episodes
 from workers.simulate.export import export_trace
 from workers.simulate.trace import TracedEpisode, read_trace, steps_of
-from workflows.configuration import SchedulerConfig
-from workflows.simulated_work import PoolModel
-from workflows.simulator import simulate
+from workflows.contracts.configuration import SchedulerConfig
+from workflows.simulation.simulator import simulate
+from workflows.simulation.workload import PoolModel
 
 
 class Call(NamedTuple):

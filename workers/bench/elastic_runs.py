@@ -26,7 +26,7 @@ from infra.temporal import connect
 from workers.errors import UsageError
 from workers.local import busy_ports, down, running_harnesses, up
 from workflows import names
-from workflows.configuration import (
+from workflows.contracts.configuration import (
     BudgetConfig,
     EvaluationConfig,
     OptimizerConfig,
@@ -36,7 +36,7 @@ from workflows.configuration import (
     TaskSets,
     TrajectoryConfig,
 )
-from workflows.contracts import RunStatus, StepResult, SubmitStep
+from workflows.contracts.results import RunStatus, StepResult, SubmitStep
 from workflows.run import Run, RunOutcome, RunState
 
 Say = Callable[[str], None]

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from infra.tasks.quickstart import WORDS
 from workflows import names
-from workflows.configuration import Contract
+from workflows.contracts.configuration import Contract
 
 PLAN = "plan.json"
 VERIFIER: Final = "#!/bin/sh\ncat /workspace/reward.txt > /logs/verifier/reward.txt\n"

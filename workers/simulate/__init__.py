@@ -1,1 +1,1 @@
-"""`gyre simulate`: workloads, fits, traces, tables and timelines around `workflows.simulator`."""
+"""`gyre simulate`: workloads, fits, traces, tables and timelines around `workflows.simulation.simulator`."""

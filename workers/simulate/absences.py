@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from workers.errors import UsageError
-from workflows.simulated_work import Absence, PoolModel
+from workflows.simulation.workload import Absence, PoolModel
 
 
 def with_absences(pool: PoolModel, lose: Sequence[str], resize: Sequence[str]) -> PoolModel:

@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from workflows.configuration import SchedulerConfig
-from workflows.foresight import Clairvoyant
-from workflows.simulated_run import Simulated
-from workflows.simulated_work import (
+from workflows.contracts.configuration import SchedulerConfig
+from workflows.simulation.foresight import Clairvoyant
+from workflows.simulation.run import Simulated
+from workflows.simulation.simulator import simulate
+from workflows.simulation.workload import (
     OVERLAPPED,
     Bounds,
     Pipeline,
@@ -25,7 +26,6 @@ from workflows.simulated_work import (
     Steps,
     lower_bounds,
 )
-from workflows.simulator import simulate
 
 POLICIES: Final = ("colocate", "async", "watermark", "predictive")
 BASELINES: Final = ("colocate", "async")

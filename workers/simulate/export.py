@@ -15,7 +15,7 @@ from activities.record_names import steps_name
 from activities.trajectories import unpack_records
 from infra.blobs import BlobStore
 from trajectory.records import CallRecord, decode_chain
-from workflows.contracts import StepResult
+from workflows.contracts.results import StepResult
 
 
 def export_trace(blobs: BlobStore, run: str, seals: list[dict[str, Any]], file: Path) -> int:

@@ -18,8 +18,8 @@ from functools import lru_cache
 from typing import Final, NamedTuple
 
 from workers.simulate.compare import BASELINES, priced
-from workflows.simulated_work import OVERLAPPED, DrawnWork, Pipeline, PoolModel, Steps
-from workflows.simulator import simulate
+from workflows.simulation.simulator import simulate
+from workflows.simulation.workload import OVERLAPPED, DrawnWork, Pipeline, PoolModel, Steps
 
 EPISODES: Final = 512
 GROUP: Final = 16

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from workers.simulate.compare import BASELINES, Comparison, batchwise, priced
 from workers.simulate.workloads import PUBLISHED, Workload, explanation
-from workflows.simulated_work import Steps
-from workflows.simulator import simulate
+from workflows.simulation.simulator import simulate
+from workflows.simulation.workload import Steps
 
 
 class Case(NamedTuple):

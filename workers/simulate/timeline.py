@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from workflows.simulated_run import Simulated
+from workflows.simulation.run import Simulated
 
 COLOURS: Final = {"serve": "#7fa8c9", "train": "#2f4b26", "wait": "#e8c547", "switch": "#c1443c", "away": "#dddddd"}
 MEANING: Final = {

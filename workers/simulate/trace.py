@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from workers.configuration import describe
 from workers.errors import UsageError
-from workflows.simulated_work import PoolModel, SimulatedEpisode, SimulatedGroup, Steps
+from workflows.simulation.workload import PoolModel, SimulatedEpisode, SimulatedGroup, Steps
 
 
 class TracedEpisode(BaseModel):

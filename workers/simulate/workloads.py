@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import Final, Literal, NamedTuple
 
-from workflows.configuration import Contract
-from workflows.simulated_work import DrawnWork, PoolModel
+from workflows.contracts.configuration import Contract
+from workflows.simulation.workload import DrawnWork, PoolModel
 
 Source = Literal["published", "fitted", "assumed"]
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 from trajectory.advantage import group_advantage
 from trajectory.records import CallRecord
 from workers.why.wait import Moment
-from workflows.contracts import EpisodeResult, Outcome
+from workflows.contracts.results import EpisodeResult, Outcome
 
 MEANING: Final = {
     Outcome.COMPLETED: "the harness ended by itself",

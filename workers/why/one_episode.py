@@ -31,7 +31,7 @@ from workers.why.steps import episode_of, episode_waits, step_answer
 from workers.why.temporal import Unanswered
 from workers.why.wait import Answer
 from workflows import names
-from workflows.contracts import EpisodeResult
+from workflows.contracts.results import EpisodeResult
 
 NAME: Final = re.compile(r"(?P<run>[a-z0-9-]+)/(?P<step>\d+)/(?P<group>\d+)/(?P<index>\d+)(?:~\d+)?")
 

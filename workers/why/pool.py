@@ -11,7 +11,7 @@ from workers.why.sight import Sight, role_words
 from workers.why.temporal import Described, Unanswered
 from workers.why.wait import Answer, Wait
 from workflows import names
-from workflows.orders import CellStatus
+from workflows.contracts.orders import CellStatus
 from workflows.scheduler import SchedulerState
 
 GIVES_BACK_S: Final = 10.0

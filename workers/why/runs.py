@@ -15,7 +15,7 @@ from workers.why.steps import step_answer
 from workers.why.temporal import Described, Unanswered
 from workers.why.wait import Answer, Wait
 from workflows import names
-from workflows.contracts import RunStatus
+from workflows.contracts.results import RunStatus
 
 
 async def open_runs(sight: Sight) -> list[Answer]:

@@ -25,7 +25,7 @@ from workers.why.spoken import Shared, read_shared
 from workers.why.temporal import Described, QueueWorkers, Temporal, Unanswered, reach
 from workers.why.wait import Wait
 from workflows import names
-from workflows.orders import Desired
+from workflows.contracts.orders import Desired
 from workflows.scheduler import SchedulerState
 
 REDIS_S: Final = 5.0

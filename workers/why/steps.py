@@ -18,7 +18,7 @@ from workers.why.spoken import Spoken, read_episodes
 from workers.why.temporal import Described, Pending, Unanswered
 from workers.why.wait import Answer, Wait
 from workflows import names
-from workflows.contracts import StepResult
+from workflows.contracts.results import StepResult
 
 OF_EPISODES = ("run_episode", "grade_episode")
 

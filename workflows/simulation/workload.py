@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 from pydantic import Field, model_validator
 
-from workflows.configuration import Contract
+from workflows.contracts.configuration import Contract
 
 
 class SimulatedEpisode(NamedTuple):

@@ -15,18 +15,8 @@ from temporalio.common import RetryPolicy
 from temporalio.exceptions import ActivityError, ApplicationError
 
 from workflows import names
-from workflows.configuration import RunConfig
-from workflows.contracts import (
-    EpisodeExit,
-    EpisodeInput,
-    GradeInput,
-    GroupResult,
-    ProcessInput,
-    RunFacts,
-    StepInput,
-    Verdict,
-)
-from workflows.orders import (
+from workflows.contracts.configuration import RunConfig
+from workflows.contracts.orders import (
     Candidate,
     CellOrder,
     CellReport,
@@ -42,7 +32,17 @@ from workflows.orders import (
     TrainResult,
     WatchCellInput,
 )
-from workflows.policies import Decision, PoolView
+from workflows.contracts.results import (
+    EpisodeExit,
+    EpisodeInput,
+    GradeInput,
+    GroupResult,
+    ProcessInput,
+    RunFacts,
+    StepInput,
+    Verdict,
+)
+from workflows.scheduling.policies import Decision, PoolView
 
 Result = TypeVar("Result")
 

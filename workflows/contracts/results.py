@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from workflows.configuration import (
+from workflows.contracts.configuration import (
     BudgetConfig,
     Contract,
     RunConfig,

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from workflows.contracts import MicroStepRef
-from workflows.gradient_ledger import GradientLedger
-from workflows.simulated_work import PoolModel, SimulatedGroup
+from workflows.contracts.results import MicroStepRef
+from workflows.scheduling.gradient_ledger import GradientLedger
+from workflows.simulation.workload import PoolModel, SimulatedGroup
 
 NEVER = (math.inf, 0)
 

@@ -1,6 +1,6 @@
 """A discrete-event simulation of a run: the policies, the gradient ledger and the rules of production, without servers.
 
-What decides is production's own code: `workflows.policies.decide` on a `PoolView`, and `GradientLedger`, with claims
+What decides is production's own code: `workflows.scheduling.policies.decide` on a `PoolView`, and `GradientLedger`, with claims
 cut as `gyre.Step` cuts them. What it decides about is simulated: serving cells give their places to the oldest step
 first, a cell changes role in the measured time, a trainer stays with its step until that is closed, an update waits for
 every micro-step, step k opens when k − trained version ≤ ``max_staleness``.
@@ -18,16 +18,16 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Final
 
-from workflows.configuration import SchedulerConfig
-from workflows.foresight import Foresight, Learned
-from workflows.orders import TrainerReady
-from workflows.policies import Assignment, decide
-from workflows.pool_view import TOKENS_PER_S
-from workflows.simulated_cells import Record, SimulatedCell
-from workflows.simulated_run import Simulated
-from workflows.simulated_step import SimulatedStep
-from workflows.simulated_view import Viewer
-from workflows.simulated_work import OVERLAPPED, Absence, Pipeline, PoolModel, Steps
+from workflows.contracts.configuration import SchedulerConfig
+from workflows.contracts.orders import TrainerReady
+from workflows.scheduling.policies import Assignment, decide
+from workflows.scheduling.pool_view import TOKENS_PER_S
+from workflows.simulation.cells import Record, SimulatedCell
+from workflows.simulation.foresight import Foresight, Learned
+from workflows.simulation.run import Simulated
+from workflows.simulation.step import SimulatedStep
+from workflows.simulation.view import Viewer
+from workflows.simulation.workload import OVERLAPPED, Absence, Pipeline, PoolModel, Steps
 
 FIRST_TOKENS_PER_S: Final = 1000.0
 """By which a run's first claim is measured (`StepInput.tokens_per_s`)."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from statistics import NormalDist
 from typing import Final, NamedTuple
 
-from workflows.pool_view import Outlook
+from workflows.scheduling.pool_view import Outlook
 
 NORMAL: Final = NormalDist()
 PRIOR_SPREAD: Final = 0.7

@@ -18,7 +18,15 @@ import math
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from workflows.pool_view import Decision, Outlook, PoolView, StepView, already_training, assign, oldest_training
+from workflows.scheduling.pool_view import (
+    Decision,
+    Outlook,
+    PoolView,
+    StepView,
+    already_training,
+    assign,
+    oldest_training,
+)
 
 UPDATE_WEIGHT: Final = 0.005
 """What a second until the update costs each cell that is busy anyway: a later update is never for free."""

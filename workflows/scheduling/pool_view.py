@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from workflows.configuration import Contract, SchedulerConfig
+from workflows.contracts.configuration import Contract, SchedulerConfig
 
 TOKENS_PER_S: Final = 5000.0
 """Training throughput that is assumed until a step has been measured."""

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from workflows.pool_view import SERVES, Assignment
-from workflows.simulated_run import Segment, Simulated
+from workflows.scheduling.pool_view import SERVES, Assignment
+from workflows.simulation.run import Segment, Simulated
 
 
 @dataclass

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from workflows.configuration import SchedulerConfig
-from workflows.foresight import Foresight
-from workflows.pool_view import CellView, Outlook, PoolView, StepView
-from workflows.simulated_cells import SimulatedCell
-from workflows.simulated_step import SimulatedStep
-from workflows.simulated_work import PoolModel
+from workflows.contracts.configuration import SchedulerConfig
+from workflows.scheduling.pool_view import CellView, Outlook, PoolView, StepView
+from workflows.simulation.cells import SimulatedCell
+from workflows.simulation.foresight import Foresight
+from workflows.simulation.step import SimulatedStep
+from workflows.simulation.workload import PoolModel
 
 
 class Viewer:

@@ -1,14 +1,14 @@
 """What the scheduler, the cells and a step's trainers say to each other: desired states, orders, gradient sums.
 
-Part of the contracts (`workflows.contracts`): frozen, unknown keys refused, references and scalars only.
+Part of the contracts (`workflows.contracts.results`): frozen, unknown keys refused, references and scalars only.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
-from workflows.configuration import Contract, LossConfig, OptimizerConfig, SchedulerConfig
-from workflows.contracts import StepResult
+from workflows.contracts.configuration import Contract, LossConfig, OptimizerConfig, SchedulerConfig
+from workflows.contracts.results import StepResult
 
 Role = Literal["idle", "rollout", "train"]
 

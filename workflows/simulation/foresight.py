@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from typing import Protocol
 
-from workflows.forecasts import Durations, GroupState, Prediction
-from workflows.pool_view import Outlook
-from workflows.predictive import admission_order
-from workflows.simulated_step import SimulatedStep
-from workflows.simulated_work import PoolModel
+from workflows.scheduling.forecasts import Durations, GroupState, Prediction
+from workflows.scheduling.pool_view import Outlook
+from workflows.scheduling.predictive import admission_order
+from workflows.simulation.step import SimulatedStep
+from workflows.simulation.workload import PoolModel
 
 
 class Foresight(Protocol):

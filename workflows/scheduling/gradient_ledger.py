@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from workflows.contracts import MicroStepRef
-from workflows.orders import TrainerReady
+from workflows.contracts.orders import TrainerReady
+from workflows.contracts.results import MicroStepRef
 
 
 @dataclass

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from workflows.pool_view import (
+from workflows.scheduling.pool_view import (
     TOKENS_PER_S,
     Assignment,
     CellView,
@@ -25,7 +25,7 @@ from workflows.pool_view import (
     assign,
     oldest_training,
 )
-from workflows.predictive import predictive
+from workflows.scheduling.predictive import predictive
 
 __all__ = [
     "POLICIES",
