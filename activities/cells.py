@@ -19,12 +19,12 @@ from activities.beating import beating
 from activities.engine_memory import EngineMemory
 from activities.presence import MISSED, Presence, Silent
 from activities.services import Services
-from infra import demand, keys
 from infra.megatron.config import OptimizerConfig
 from infra.megatron.protocol import PrepareRequest, ReplicaClient, ServeRequest
-from infra.routes import RouteOvertaken, get_route, set_route, wait_acknowledged
 from infra.sglang.client import EngineClient
 from infra.sglang.errors import EngineError, EngineLost
+from infra.state import demand, keys
+from infra.state.routes import RouteOvertaken, get_route, set_route, wait_acknowledged
 from trajectory.loss_config import LossConfig
 from workflows.contracts.orders import (
     CellOrder,

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from redis.asyncio import Redis
 
-from infra import keys
 from infra.sglang.client import EngineClient
+from infra.state import keys
 
 
 class EngineMemory:

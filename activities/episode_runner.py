@@ -18,7 +18,6 @@ from pathlib import Path
 from redis.asyncio import Redis
 
 from activities.services import Services, as_bytes
-from infra import demand, durations, keys
 from infra.episodes.launch import (
     EpisodeLaunch,
     Exit,
@@ -33,6 +32,7 @@ from infra.episodes.launch import (
 from infra.episodes.workspace import pack_workspace
 from infra.harness.registry import harness_named
 from infra.sandbox.bubblewrap import Bubblewrap
+from infra.state import demand, durations, keys
 from infra.tasks.harbor import Task, list_tasks, load_task
 from workflows import names
 from workflows.contracts.results import EpisodeExit, EpisodeInput, Outcome

@@ -13,8 +13,8 @@ from typing import Final
 
 from redis.asyncio import Redis
 
-from infra import durations
-from infra.durations import StepClocks
+from infra.state import durations
+from infra.state.durations import StepClocks
 from workflows.scheduling.forecasts import Durations, GroupState
 from workflows.scheduling.pool_view import Outlook, PoolView, StepView
 from workflows.scheduling.predictive import admission_order

@@ -15,7 +15,7 @@ import orjson
 from temporalio import activity
 from temporalio.common import MetricMeter
 
-from infra.blobs import BlobMissing, BlobStore
+from infra.state.blobs import BlobMissing, BlobStore
 from trajectory.advantage import Reason
 from trajectory.gauges import MEANING, Gauges, combine, group_gauges, loss_gauges
 from trajectory.kinds import Kind

@@ -14,13 +14,13 @@ from temporalio import activity
 from temporalio.exceptions import ApplicationError
 
 from activities.gauges import expose, step_gauges
-from activities.record_names import config_name, latest_name, step_name
 from activities.services import Services
-from infra.blobs import BlobMissing
 from infra.harness.harness import HarnessUnavailable
 from infra.harness.registry import harness_named
 from infra.megatron.config import OptimizerConfig
 from infra.settings import Settings
+from infra.state.blobs import BlobMissing
+from infra.state.record_names import config_name, latest_name, step_name
 from infra.tasks.harbor import TaskInvalid, list_tasks, load_task
 from trajectory.gauges import summary
 from trajectory.loss_config import LossConfig

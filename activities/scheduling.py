@@ -11,7 +11,7 @@ from temporalio.service import RPCError, RPCStatusCode
 from activities.beating import beating
 from activities.forecasting import Forecasts
 from activities.services import Services
-from infra import demand, durations
+from infra.state import demand, durations
 from workflows import names
 from workflows.contracts.results import StepInput
 from workflows.scheduling.policies import Decision, PoolView, decide

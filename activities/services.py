@@ -8,8 +8,8 @@ from functools import cached_property
 from redis.asyncio import Redis
 from temporalio.client import Client
 
-from infra.blobs import BlobStore
 from infra.settings import Settings
+from infra.state.blobs import BlobStore
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pydantic import ValidationError
 from redis.asyncio import Redis
 
-from infra import keys
+from infra.state import keys
 from proxy.errors import KeyRefused
 
 _REMEMBERED = 4096

@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from infra.keys import Drained, Route
+from infra.state.keys import Drained, Route
 
 
 @dataclass

@@ -20,7 +20,7 @@ import redis.exceptions
 from redis.asyncio import Redis
 
 from infra.chat.renderer import Renderer
-from infra.keys import EpisodeKey
+from infra.state.keys import EpisodeKey
 from proxy.auth import Keyring
 from proxy.calls import ModelRequest, Opening, Turn, attempt_name
 from proxy.ending import end

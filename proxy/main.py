@@ -21,11 +21,11 @@ from redis.asyncio import Redis
 
 from infra.chat.families import NoRenderer, renderer_for
 from infra.chat.renderer import Renderer, TokenizerUnfit
-from infra.keys import Route
 from infra.kv_store.arrival import Arrival
 from infra.kv_store.layout import bytes_per_token, namespace, read_config
 from infra.settings import Settings
 from infra.sglang.client import EngineClient
+from infra.state.keys import Route
 from proxy.app import create_app
 from proxy.engine import Engine
 from proxy.gateway import Gateway

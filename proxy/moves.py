@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from infra.keys import Route
 from infra.kv_store.arrival import Arrival
 from infra.kv_store.layout import cache_salt
 from infra.sglang.generation import Generation
+from infra.state.keys import Route
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from redis.asyncio import Redis
 
-from infra import keys
+from infra.state import keys
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import msgspec
 import redis.exceptions
 from redis.asyncio import Redis
 
-from infra import keys
+from infra.state import keys
 
 APPEND = """
 local generation = redis.call('GET', KEYS[3])

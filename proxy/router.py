@@ -26,8 +26,8 @@ import xxhash
 from pydantic import ValidationError
 from redis.asyncio import Redis
 
-from infra import keys
 from infra.sglang.errors import EngineError, EngineRefused
+from infra.state import keys
 from proxy.admission import Marks, Window, rank
 from proxy.drains import Drains
 from proxy.ending import end

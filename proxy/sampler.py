@@ -12,9 +12,9 @@ import time
 from array import array
 from dataclasses import dataclass, field
 
-from infra import keys
 from infra.sglang.errors import EngineError, EngineLost, EngineRefused
 from infra.sglang.generation import Generation
+from infra.state import keys
 from proxy.errors import BadRequest, ContextExceeded
 from proxy.limits import Limits
 from proxy.moves import Computed, Kv, Moves

@@ -15,9 +15,9 @@ from pydantic import BaseModel
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from infra.blobs import BlobStore
-from infra.routes import all_routes
 from infra.settings import Settings
+from infra.state.blobs import BlobStore
+from infra.state.routes import all_routes
 from infra.temporal import TemporalUnreachable, connect
 from workers.local import missing_parts, read_state
 from workers.processes import local_stack

@@ -11,10 +11,10 @@ import orjson
 from rich.markup import escape
 from rich.tree import Tree
 
-from activities.record_names import seal_name
 from activities.trajectories import unpack_records
-from infra.blobs import BlobMissing, BlobStore
 from infra.chat.families import renderer_for
+from infra.state.blobs import BlobMissing, BlobStore
+from infra.state.record_names import seal_name
 from trajectory.kinds import ROOT_AGENT, classify
 from trajectory.records import CallRecord, decode_chain
 from workers.errors import UsageError

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from activities.record_names import step_name, steps_name
-from infra.blobs import BlobMissing, BlobStore
+from infra.state.blobs import BlobMissing, BlobStore
+from infra.state.record_names import step_name, steps_name
 from trajectory.gauges import MEANING, Gauges
 from workers.errors import UsageError
 from workflows.contracts.results import StepResult

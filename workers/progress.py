@@ -16,8 +16,8 @@ from rich.status import Status
 from temporalio.client import Client, WorkflowExecutionStatus
 from temporalio.service import RPCError, RPCStatusCode
 
-from infra import demand
 from infra.settings import Settings
+from infra.state import demand
 from infra.temporal import ANSWER
 from workers.errors import UsageError
 from workflows import names

@@ -44,7 +44,7 @@ Say = Callable[[str], None]
 
 def prepare(seed: int, say: Say) -> Path:
     """The tiny policy's folder, also linked as the stack's default policy."""
-    from infra.policy.prepare import prepare_policy
+    from infra.quickstart.prepare import prepare_policy
 
     folder = prepare_policy(CACHE / "policy", seed=seed, progress=say)
     link = CACHE / "policy" / "default"
@@ -57,7 +57,7 @@ def prepare(seed: int, say: Say) -> Path:
 
 def prepare_tasks(seed: int) -> TaskSets:
     """Training and held-out tasks, which share no instance; the held-out ones are the same for every seed."""
-    from infra.tasks.quickstart import write_task_set
+    from infra.quickstart.tasks import write_task_set
 
     sets = {}
     for name, count, task_seed, held_out in (

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from infra.blobs import BlobStore
 from infra.settings import Settings
+from infra.state.blobs import BlobStore
 from workers.printing import Json, RunName, console, show
 
 

@@ -24,12 +24,12 @@ from pydantic import BaseModel, ConfigDict
 
 from activities.episode_runner import task_at
 from activities.grading import grade_preserved
-from activities.record_names import verdict_name
-from infra.blobs import BlobMissing, BlobStore
 from infra.episodes.grading import EvaluatorFailed, evaluator_of
 from infra.episodes.workspace import WorkspaceUnusable
 from infra.sandbox.bubblewrap import Bubblewrap
 from infra.settings import Settings
+from infra.state.blobs import BlobMissing, BlobStore
+from infra.state.record_names import verdict_name
 from infra.tasks.harbor import Task, TaskInvalid, list_tasks
 from workers.episodes import sealed_episodes
 from workers.errors import UsageError

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from activities.record_names import config_name, seal_name, step_name
 from activities.trajectories import unpack_records
-from infra.blobs import BlobMissing, BlobStore
 from infra.settings import Settings
+from infra.state.blobs import BlobMissing, BlobStore
+from infra.state.record_names import config_name, seal_name, step_name
 from trajectory.micro_step import MicroStep
 from trajectory.records import decode_chain
 from trajectory.verify import verify_provenance

@@ -38,10 +38,10 @@ from urllib.parse import unquote, urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from infra import keys
 from infra.episodes.processes import ended, reap, remove_tree, signal_named, spawn, start_time, tail
 from infra.harness.harness import INSTRUCTION, Harness, Session
 from infra.sandbox.spec import BASE_ENVIRONMENT, BASE_URL, Bind, Limits, Sandbox, SandboxSpec
+from infra.state import keys
 from infra.tasks.harbor import NOT_COPIED, Task
 
 Model = TypeVar("Model", bound=BaseModel)

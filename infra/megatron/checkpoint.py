@@ -18,8 +18,8 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
-from infra.blobs import BlobStore
 from infra.megatron.config import OptimizerConfig
+from infra.state.blobs import BlobStore
 from infra.transfer.manifest import checksum
 from trajectory.loss_config import LossConfig
 

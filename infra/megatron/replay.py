@@ -11,9 +11,9 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra.blobs import BlobStore
 from infra.megatron.checkpoint import get_tensors, load_candidate, load_weights
 from infra.megatron.replica import Replica
+from infra.state.blobs import BlobStore
 from trajectory.micro_step import MicroStep
 
 FLOOR = 1e-3

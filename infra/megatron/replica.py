@@ -25,16 +25,16 @@ import torch
 from torch import Tensor
 
 from infra.megatron.config import OptimizerConfig
-from infra.megatron.layout import ON_CPU, Place
-from infra.megatron.model import build, device, target_logprobs
-from infra.megatron.pack import Runs
-from infra.megatron.shape import read_shape
-from infra.megatron.weights import add_into, check, copy_into, gathered_tensors, square_sum, table
+from infra.megatron.model.layout import ON_CPU, Place
+from infra.megatron.model.model import build, device, target_logprobs
+from infra.megatron.model.pack import Runs
+from infra.megatron.model.shape import read_shape
+from infra.megatron.model.weights import add_into, check, copy_into, gathered_tensors, square_sum, table
 from trajectory.loss import LossBatch, policy_loss
 from trajectory.loss_config import LossConfig
 from trajectory.micro_step import MicroStep
 
-from megatron.core.distributed import (  # isort: skip - after infra.megatron.model, which installs the shim
+from megatron.core.distributed import (  # isort: skip - after infra.megatron.model.model, which installs the shim
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,

@@ -21,12 +21,12 @@ from fastapi.responses import JSONResponse, Response
 from redis.asyncio import Redis
 from starlette.middleware.base import RequestResponseEndpoint
 
-from infra.blobs import BlobMissing, BlobStore
 from infra.megatron.ledger import Refused
 from infra.megatron.protocol import Problem
 from infra.megatron.replica import Replica
 from infra.megatron.service import ReplicaService
 from infra.settings import Settings
+from infra.state.blobs import BlobMissing, BlobStore
 
 logger = logging.getLogger(__name__)
 

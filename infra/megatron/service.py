@@ -25,8 +25,6 @@ from typing import Any, Final, TypeVar
 from redis.asyncio import Redis
 from torch import Tensor
 
-from infra import keys
-from infra.blobs import BlobStore
 from infra.megatron import protocol as p
 from infra.megatron.checkpoint import (
     CandidateFacts,
@@ -39,6 +37,8 @@ from infra.megatron.checkpoint import (
 from infra.megatron.ledger import Refused, check_coverage
 from infra.megatron.replica import Replica
 from infra.sglang.client import EngineClient
+from infra.state import keys
+from infra.state.blobs import BlobStore
 from infra.transfer.endpoint import TensorPublisher, pull
 from infra.transfer.errors import TransferError
 from infra.transfer.manifest import TransferManifest, checksum

@@ -16,12 +16,12 @@ import pytest
 from temporalio.testing import ActivityEnvironment
 
 from activities.grading import GradingActivities
-from activities.record_names import seal_name
 from activities.services import Services
-from infra.blobs import BlobStore
 from infra.episodes.grading import evaluator_of
 from infra.episodes.workspace import pack_workspace
 from infra.settings import Settings
+from infra.state.blobs import BlobStore
+from infra.state.record_names import seal_name
 from infra.tasks.harbor import load_task
 from workers.errors import UsageError
 from workers.regrade import LaterVerdict, regrade

@@ -18,7 +18,6 @@ from temporalio.client import Client
 from activities import episode_runner
 from activities.episode_runner import EpisodeRunner
 from activities.services import Services
-from infra import keys
 from infra.episodes.launch import (
     EpisodeLaunch,
     Running,
@@ -30,6 +29,7 @@ from infra.episodes.launch import (
 from infra.harness.harness import Session
 from infra.sandbox.bubblewrap import Bubblewrap
 from infra.settings import Settings
+from infra.state import keys
 from infra.tasks.harbor import Task
 from workflows.contracts.configuration import BudgetConfig, SamplingConfig
 from workflows.contracts.results import EpisodeExit, EpisodeInput, Outcome

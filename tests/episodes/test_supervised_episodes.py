@@ -16,7 +16,6 @@ import pytest
 from episode_parts import ShellHarness, Valkey, until
 from scripted_chat_server import ScriptedChatServer, call
 
-from infra import keys
 from infra.episodes import launch as launch_module
 from infra.episodes.launch import (
     EpisodeLaunch,
@@ -31,6 +30,7 @@ from infra.episodes.launch import (
 from infra.episodes.processes import start_time
 from infra.harness.registry import harness_named
 from infra.sandbox.bubblewrap import Bubblewrap
+from infra.state import keys
 from infra.tasks.harbor import Task
 
 pytestmark = pytest.mark.stack

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.blobs import BlobMissing, BlobStore
+from infra.state.blobs import BlobMissing, BlobStore
 
 
 def test_what_was_put_comes_back_under_its_hash(tmp_path: Path) -> None:

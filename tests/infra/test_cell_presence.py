@@ -20,10 +20,10 @@ from activities import presence
 from activities.cells import CellActivities
 from activities.presence import Presence, Silent
 from activities.services import Services
-from infra.keys import Route
 from infra.megatron.protocol import ReplicaClient, TrainRequest
-from infra.routes import get_route, set_route
 from infra.settings import Settings
+from infra.state.keys import Route
+from infra.state.routes import get_route, set_route
 from workflows.contracts.configuration import LossConfig, OptimizerConfig
 from workflows.contracts.orders import CellOrder, Desired, RunContext
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from redis.asyncio import Redis
 
-from infra import demand
+from infra.state import demand
 
 
 async def test_repeated_starts_and_ends_count_once(redis: Redis) -> None:

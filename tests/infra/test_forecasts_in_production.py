@@ -8,7 +8,7 @@ import pytest
 from redis.asyncio import Redis
 
 from activities.forecasting import Forecasts
-from infra import demand, durations
+from infra.state import demand, durations
 from workflows.contracts.configuration import SchedulerConfig
 from workflows.names import episode_name
 from workflows.scheduling.policies import CellView, PoolView, StepView

@@ -7,9 +7,9 @@ import time
 import pytest
 from redis.asyncio import Redis
 
-from infra import keys
-from infra.keys import Drained, Route
-from infra.routes import DrainTimeout, RouteOvertaken, get_route, set_route, wait_acknowledged
+from infra.state import keys
+from infra.state.keys import Drained, Route
+from infra.state.routes import DrainTimeout, RouteOvertaken, get_route, set_route, wait_acknowledged
 
 
 def route(epoch: int, *, open: bool, version: int = 0, drain_s: float = 0.0) -> Route:

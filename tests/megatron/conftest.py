@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from infra.blobs import BlobStore
 from infra.megatron.protocol import ReplicaClient, ReplicaUnavailable
+from infra.state.blobs import BlobStore
 from trajectory.micro_step import MicroStep
 
 VOCAB = 160

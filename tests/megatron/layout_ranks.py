@@ -32,7 +32,7 @@ def run(job: Job, rank: int, folder: Path, store: Any) -> None:
 
     from infra.megatron.checkpoint import read_policy
     from infra.megatron.config import OptimizerConfig
-    from infra.megatron.layout import Layout, end_world, start_world
+    from infra.megatron.model.layout import Layout, end_world, start_world
     from infra.megatron.replica import Replica
     from trajectory.micro_step import MicroStep
 
@@ -71,8 +71,8 @@ def loss_counted_once_per_rank(_: int) -> Callable[[], None]:
     """The gradient of the gathered log-probs is summed over the context-parallel ranks, as of a usual all-reduce."""
     import torch.distributed as dist
 
-    from infra.megatron import collectives
-    from infra.megatron.layout import context_group
+    from infra.megatron.model import collectives
+    from infra.megatron.model.layout import context_group
 
     def doubled(_: Any, grad: Any) -> Any:
         grad = grad.clone()
@@ -84,7 +84,7 @@ def loss_counted_once_per_rank(_: int) -> Callable[[], None]:
 
 def keys_of_others_without_gradient(_: int) -> Callable[[], None]:
     """A rank keeps to itself what its queries say about the other ranks' keys and values."""
-    from infra.megatron import attention
+    from infra.megatron.model import attention
 
     def own(context: Any, grad: Any) -> Any:
         return grad.chunk(context.group.size())[context.group.rank()], None
@@ -111,7 +111,7 @@ def sums_over_ranks_twice(_: int) -> Callable[[], None]:
 
 
 def stage_gradient_doubled(_: int) -> Callable[[], None]:
-    from infra.megatron import collectives
+    from infra.megatron.model import collectives
 
     plain = collectives.ToNextStage.__dict__["backward"].__func__
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from infra.megatron import model  # noqa: F401 - installs the shim, which must precede megatron
-from infra.megatron.attention import PackedRuns, TorchCoreAttention
-from infra.megatron.pack import Pack, Runs
+from infra.megatron.model import model
+from infra.megatron.model.attention import PackedRuns, TorchCoreAttention
+from infra.megatron.model.pack import Pack, Runs
 
 from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infra.megatron import cpu_shim
+from infra.megatron.model import cpu_shim
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the shim does nothing beside CUDA")
 cpu_shim.install()

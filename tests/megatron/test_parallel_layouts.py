@@ -23,10 +23,10 @@ from tree_parts import distance, random_tree
 
 from infra.megatron.checkpoint import read_policy
 from infra.megatron.config import OptimizerConfig
-from infra.megatron.layout import Layout, Place, UnsupportedLayout
-from infra.megatron.model import check_layout
+from infra.megatron.model.layout import Layout, Place, UnsupportedLayout
+from infra.megatron.model.model import check_layout
+from infra.megatron.model.shape import PolicyShape, read_shape
 from infra.megatron.replica import Replica
-from infra.megatron.shape import PolicyShape, read_shape
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 100

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from infra.megatron import model as megatron_model
 from infra.megatron.checkpoint import read_policy
-from infra.megatron.model import build, target_logprobs
-from infra.megatron.pack import Runs
-from infra.megatron.shape import UnsupportedPolicy, read_shape
-from infra.megatron.weights import WeightsError, add_into, copy_into, named_tensors, table
+from infra.megatron.model import model as megatron_model
+from infra.megatron.model.model import build, target_logprobs
+from infra.megatron.model.pack import Runs
+from infra.megatron.model.shape import UnsupportedPolicy, read_shape
+from infra.megatron.model.weights import WeightsError, add_into, copy_into, named_tensors, table
 
 LENGTHS = (17, 1, 40, 7)
 

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tree_parts import distance, random_tree
 
-from infra.megatron.attention import PackedRuns, TorchCoreAttention, bottom_right
 from infra.megatron.checkpoint import read_policy
 from infra.megatron.config import OptimizerConfig
-from infra.megatron.model import target_logprobs
-from infra.megatron.pack import Pack, Runs
+from infra.megatron.model.attention import PackedRuns, TorchCoreAttention, bottom_right
+from infra.megatron.model.model import target_logprobs
+from infra.megatron.model.pack import Pack, Runs
 from infra.megatron.replica import Replica
 from trajectory.loss import LossBatch, policy_loss
 from trajectory.loss_config import LossConfig

@@ -15,7 +15,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load
 
-from infra.blobs import BlobStore
 from infra.megatron.checkpoint import (
     CandidateFacts,
     initial_candidate,
@@ -26,9 +25,10 @@ from infra.megatron.checkpoint import (
     save_candidate,
 )
 from infra.megatron.config import OptimizerConfig
+from infra.megatron.model.weights import WeightsError
 from infra.megatron.replay import recompute_gradient
 from infra.megatron.replica import Replica, TrainingError
-from infra.megatron.weights import WeightsError
+from infra.state.blobs import BlobStore
 from trajectory.loss_config import LossConfig
 from trajectory.micro_step import MicroStep
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 from redis.asyncio import Redis
 
-from infra import keys
-from infra.blobs import BlobStore
 from infra.megatron import protocol as p
 from infra.megatron.checkpoint import get_tensors, initial_candidate, load_candidate, load_optimizer, load_weights
 from infra.megatron.config import OptimizerConfig
 from infra.megatron.replay import recompute_gradient
 from infra.megatron.replica import Replica
+from infra.state import keys
+from infra.state.blobs import BlobStore
 from trajectory.loss_config import LossConfig
 from trajectory.micro_step import MicroStep
 

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from infra.blobs import BlobStore
 from infra.megatron import protocol as p
 from infra.megatron.checkpoint import CandidateFacts, initial_candidate, load_candidate, load_weights, save_candidate
 from infra.megatron.config import OptimizerConfig
-from infra.megatron.model import target_logprobs
-from infra.megatron.pack import Runs
+from infra.megatron.model.model import target_logprobs
+from infra.megatron.model.pack import Runs
 from infra.megatron.replica import Replica
 from infra.sglang.client import EngineClient
 from infra.sglang.launch import engine_command, engine_environment
+from infra.state.blobs import BlobStore
 from trajectory.loss_config import LossConfig
 
 pytestmark = pytest.mark.stack

@@ -15,10 +15,10 @@ import uvicorn
 from redis.asyncio import Redis
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from infra import keys
 from infra.chat.renderer import ChatMLRenderer
 from infra.sglang.errors import EngineError, EngineLost
 from infra.sglang.generation import Generation
+from infra.state import keys
 from proxy.app import create_app
 from proxy.gateway import Gateway
 from proxy.limits import Limits

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from proxy_parts import QUICK, Harness, ScriptedEngine, World, until
 from redis.asyncio import Redis
 
-from infra import keys
 from infra.sglang.client import Loads
 from infra.sglang.errors import EngineLost, EngineRefused
+from infra.state import keys
 from proxy.admission import STEP, Marks, Window, rank
 from proxy.errors import NoCell
 from proxy.router import Lease, Router, Wish

@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 from proxy_parts import Harness, ScriptedEngine, World, call_text, until
 
-from infra import keys
+from infra.state import keys
 
 
 @pytest.fixture

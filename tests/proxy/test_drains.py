@@ -15,8 +15,8 @@ from temporalio.testing import ActivityEnvironment
 
 from activities.cells import DrainActivities
 from activities.services import Services
-from infra import keys
 from infra.settings import Settings
+from infra.state import keys
 from workflows.contracts.orders import DrainInput, DrainResult
 
 LONG_S = 30.0

@@ -8,8 +8,8 @@ import aiohttp
 import msgspec
 from proxy_parts import Harness, World, call_text, until
 
-from infra.keys import Route
 from infra.sglang.generation import Finish, Generation
+from infra.state.keys import Route
 from proxy.moves import Computed, Kv, Moves
 from trajectory import records
 

@@ -9,8 +9,8 @@ import aiohttp
 import pytest
 from proxy_parts import SPECIAL, SPECIAL_IDS, Harness, World, call_text, sequences
 
-from infra import keys
 from infra.chat.messages import Message, Tool
+from infra.state import keys
 from proxy import notes
 
 

@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 from proxy_parts import World, until, write_tokenizer
 
-from infra import keys
+from infra.state import keys
 
 
 @pytest.mark.stack

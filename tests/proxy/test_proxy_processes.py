@@ -16,7 +16,7 @@ import pytest
 from free_ports import free_port
 from proxy_parts import World, until, write_tokenizer
 
-from infra import keys
+from infra.state import keys
 from proxy.limits import Limits
 from proxy.main import BadLimits, read_limits
 

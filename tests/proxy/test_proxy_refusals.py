@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 from proxy_parts import QUICK, Harness, World, until
 
-from infra import keys
+from infra.state import keys
 
 
 @pytest.fixture

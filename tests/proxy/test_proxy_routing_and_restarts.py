@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 from proxy_parts import QUICK, Harness, World, call_text, sequences, until
 
-from infra import keys
+from infra.state import keys
 from proxy.dialects import openai_chat
 from proxy.recorder import OpenCall, Recorder
 

@@ -22,12 +22,12 @@ from redis.asyncio import Redis
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from activities.engine_memory import EngineMemory
-from infra import keys
 from infra.sglang.client import EngineClient, OnTokens
 from infra.sglang.errors import EngineLost, EngineRefused, EngineVersionMismatch
 from infra.sglang.generation import Generation
 from infra.sglang.launch import engine_command, engine_environment
 from infra.sglang.weights import checkpoint_shapes
+from infra.state import keys
 
 pytestmark = pytest.mark.stack
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from local_stack import LocalStack, free_settings
 
-from infra.policy.prepare import prepare_policy
-from infra.tasks.quickstart import write_task_set
+from infra.quickstart.prepare import prepare_policy
+from infra.quickstart.tasks import write_task_set
 from workflows.contracts.configuration import TaskSets
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ import pytest
 from local_stack import LocalStack
 from redis import Redis
 
-from infra import keys
+from infra.state import keys
 
 pytestmark = pytest.mark.stack
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from local_stack import LocalStack
 
-from infra.blobs import BlobStore
 from infra.megatron.checkpoint import load_candidate
+from infra.state.blobs import BlobStore
 from infra.temporal import connect
 from workflows import names
 from workflows.cell import Cell

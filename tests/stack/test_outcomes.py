@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from local_stack import LocalStack
 
-from infra.tasks.quickstart import WORDS
+from infra.quickstart.tasks import WORDS
 from workflows.contracts.configuration import BudgetConfig, TaskSets
 
 pytestmark = pytest.mark.stack

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from local_stack import LocalStack
 
-from infra.blobs import BlobStore
 from infra.harness.harness import Harness
+from infra.state.blobs import BlobStore
 from workers.episodes import load_episode, sealed_episodes
 from workflows.contracts.configuration import SchedulerConfig, TrajectoryConfig
 

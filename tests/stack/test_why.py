@@ -13,7 +13,7 @@ from local_stack import LocalStack
 from redis import Redis
 from test_outcomes import write_slow_task, write_task
 
-from infra import keys
+from infra.state import keys
 from infra.temporal import connect
 from workflows import names
 from workflows.contracts.configuration import BudgetConfig, TaskSets

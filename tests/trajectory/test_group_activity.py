@@ -15,11 +15,11 @@ from temporalio.client import Client
 from temporalio.testing import ActivityEnvironment
 from trajectory_reference import random_script
 
-from activities.record_names import seal_name
 from activities.services import Services
 from activities.trajectories import TrajectoryActivities, unpack_records
-from infra import keys
 from infra.settings import Settings
+from infra.state import keys
+from infra.state.record_names import seal_name
 from trajectory import tree as tree_module
 from trajectory.micro_step import MicroStep
 from trajectory.records import CallRecord, decode_chain, encode

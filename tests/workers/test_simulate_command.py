@@ -9,7 +9,7 @@ import orjson
 import pytest
 from typer.testing import CliRunner
 
-from infra.blobs import BlobStore
+from infra.state.blobs import BlobStore
 from workers.cli import app
 from workers.errors import UsageError
 from workers.simulate.compare import batchwise, best_split, compare, priced

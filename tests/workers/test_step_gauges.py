@@ -17,11 +17,11 @@ from free_ports import free_port
 from temporalio.runtime import PrometheusConfig, Runtime, TelemetryConfig
 from temporalio.testing import ActivityEnvironment
 
-from activities.record_names import latest_name, step_name
 from activities.runs import RunActivities
 from activities.services import Services
-from infra.blobs import BlobStore
 from infra.settings import Settings
+from infra.state.blobs import BlobStore
+from infra.state.record_names import latest_name, step_name
 from infra.temporal import connect
 from trajectory.gauges import Gauges
 from trajectory.stats import GroupStats

@@ -24,7 +24,7 @@ from temporalio.api.history.v1 import (
     HistoryEvent,
 )
 
-from infra import keys
+from infra.state import keys
 from trajectory.records import make_record
 from workers.why import ended
 from workers.why.attempts import moments, restarted

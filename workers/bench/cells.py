@@ -21,14 +21,14 @@ from typing import Self
 
 from redis.asyncio import Redis
 
-from infra.keys import Route
 from infra.kv_store.client import StoreAddress
 from infra.kv_store.layout import read_config
 from infra.kv_store.processes import master_command, segment_command
-from infra.routes import get_route, set_route
 from infra.sglang.client import EngineClient
 from infra.sglang.launch import engine_command, engine_environment
 from infra.sglang.weights import checkpoint_shapes
+from infra.state.keys import Route
+from infra.state.routes import get_route, set_route
 from workers.bench.parts import free_port
 from workers.errors import UsageError
 

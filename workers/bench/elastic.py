@@ -23,8 +23,8 @@ from pydantic import Field
 from rich.console import Console
 from temporalio.client import Client
 
-from infra.blobs import BlobStore
 from infra.quota import left_over
+from infra.state.blobs import BlobStore
 from workers.bench import elastic_runs as runs
 from workers.bench.elastic_history import StepCosts, Switches, costs_of, history_of, step_costs, switches
 from workers.bench.elastic_prediction import compared, pool_model, predicted_s, speed_law, trace_of

@@ -16,7 +16,7 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 from activities.trajectories import unpack_records
-from infra.blobs import BlobStore
+from infra.state.blobs import BlobStore
 from trajectory.records import decode_chain
 from workers.bench.elastic_history import Costs
 from workers.episodes import sealed_episodes

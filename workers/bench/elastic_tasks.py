@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from infra.tasks.quickstart import WORDS
+from infra.quickstart.tasks import WORDS
 from workflows import names
 from workflows.contracts.configuration import Contract
 

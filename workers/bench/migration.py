@@ -29,10 +29,10 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import Qwen3ForCausalLM
 
-from infra import keys
 from infra.kv_store.arrival import Arrival
 from infra.kv_store.layout import cache_salt, namespace, read_config
 from infra.sglang.client import EngineClient
+from infra.state import keys
 from proxy.recorder import as_bytes
 from trajectory.records import CallRecord, decode_chain
 from workers.bench.cells import CONTEXT, Cells

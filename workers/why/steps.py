@@ -8,8 +8,8 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from activities.record_names import step_name
-from infra.blobs import BlobMissing
+from infra.state.blobs import BlobMissing
+from infra.state.record_names import step_name
 from workers.progress import step_line
 from workers.why.episodes import episode_wait
 from workers.why.pending import activity_wait, task_waits

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quickstart_workspace import hurried, lay_out, verify
 
-from infra.tasks.harbor import list_tasks, load_task
-from infra.tasks.quickstart import (
+from infra.quickstart.demonstrations import EmulatedTools
+from infra.quickstart.tasks import (
     AGAIN,
     ANSWER,
     CALC,
@@ -34,7 +34,7 @@ from infra.tasks.quickstart import (
     make_tasks,
     write_task_set,
 )
-from infra.tasks.quickstart_demo import EmulatedTools
+from infra.tasks.harbor import list_tasks, load_task
 
 
 def task_with_stages(stages: int) -> QuickTask:
@@ -100,7 +100,7 @@ def test_every_default_family_has_instances_for_a_thousand_training_tasks() -> N
 
 
 def test_asking_for_more_instances_than_exist_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infra.tasks.quickstart.WORDS", WORDS[:4])
+    monkeypatch.setattr("infra.quickstart.tasks.WORDS", WORDS[:4])
     with pytest.raises(TasksExhausted, match="create"):
         make_tasks(seed=0, count=50, families=["create"], held_out=False)
 
@@ -200,6 +200,6 @@ def test_a_build_with_other_pauses_is_the_same_instance() -> None:
 
 
 def test_the_generator_needs_no_torch() -> None:
-    code = "import sys, infra.tasks.quickstart, infra.tasks.quickstart_demo, infra.policy.prepare; print(*sys.modules)"
+    code = "import sys, infra.quickstart.tasks, infra.quickstart.demonstrations, infra.quickstart.prepare; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "transformers", "numpy"} & set(loaded)

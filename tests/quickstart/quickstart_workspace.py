@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from infra.tasks.quickstart import LEFT, QuickTask, write_task
+from infra.quickstart.tasks import LEFT, QuickTask, write_task
 
 
 def hurried(task: QuickTask) -> QuickTask:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from infra.policy.recipe import PolicyShape
+from infra.quickstart.recipe import PolicyShape
 
 
 def make_model(shape: PolicyShape, *, vocabulary: int, end_of_turn: int, padding: int, seed: int) -> Qwen3ForCausalLM:

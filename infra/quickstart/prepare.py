@@ -4,7 +4,7 @@ Invariant: a policy folder exists under its final name only when it is complete;
 digest of the recipe (parameters and the code that carries it out) and of every file. A folder whose manifest doesn't
 agree is never used: it is made again. The same seed and recipe give the same policy on the same machine.
 
-    python -m infra.policy.prepare --out DIR --seed 0
+    python -m infra.quickstart.prepare --out DIR --seed 0
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from infra.chat.chatml import IM_END
 from infra.chat.export import write_template
 from infra.chat.renderer import ChatMLRenderer
-from infra.policy.recipe import PolicyRecipe
+from infra.quickstart.recipe import PolicyRecipe
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
@@ -76,9 +76,9 @@ def is_complete(folder: Path, digest: str) -> bool:
 def _make(folder: Path, recipe: PolicyRecipe, seed: int, progress: Callable[[str], None]) -> None:
     import torch  # here, so that a cached policy is found without it
 
-    from infra.policy.model import make_model
-    from infra.policy.tokenizer import END_OF_TEXT, SPECIAL_TOKENS, train_tokenizer
-    from infra.policy.warm_start import warm_start
+    from infra.quickstart.model import make_model
+    from infra.quickstart.tokenizer import END_OF_TEXT, SPECIAL_TOKENS, train_tokenizer
+    from infra.quickstart.warm_start import warm_start
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # reductions depend on the number of threads, and two make this model slower
@@ -114,7 +114,7 @@ def _make(folder: Path, recipe: PolicyRecipe, seed: int, progress: Callable[[str
 
 
 def _write_tokenizer_config(folder: Path, positions: int) -> None:
-    from infra.policy.tokenizer import END_OF_TEXT, SPECIAL_TOKENS
+    from infra.quickstart.tokenizer import END_OF_TEXT, SPECIAL_TOKENS
 
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -11,8 +11,8 @@ from quickstart_workspace import hurried, lay_out, verify
 
 from infra.harness.mini import TOOLS as MINI_TOOLS
 from infra.harness.mini import call_tool
-from infra.tasks.quickstart import FAMILIES, Family, make_task
-from infra.tasks.quickstart_demo import TOOLS, EmulatedTools, NotEmulated, demonstrate, grade
+from infra.quickstart.demonstrations import TOOLS, EmulatedTools, NotEmulated, demonstrate, grade
+from infra.quickstart.tasks import FAMILIES, Family, make_task
 
 
 @pytest.mark.parametrize("family", FAMILIES)

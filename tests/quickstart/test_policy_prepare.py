@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from infra.chat.families import renderer_for
 from infra.chat.renderer import ChatMLRenderer
-from infra.policy.model import make_model
-from infra.policy.prepare import MANIFEST, is_complete, prepare_policy
-from infra.policy.recipe import PolicyRecipe, PolicyShape, WarmStartRecipe
-from infra.policy.warm_start import encode
-from infra.tasks.quickstart import FAMILIES, make_task
-from infra.tasks.quickstart_demo import TOOLS, demonstrate
+from infra.quickstart.demonstrations import TOOLS, demonstrate
+from infra.quickstart.model import make_model
+from infra.quickstart.prepare import MANIFEST, is_complete, prepare_policy
+from infra.quickstart.recipe import PolicyRecipe, PolicyShape, WarmStartRecipe
+from infra.quickstart.tasks import FAMILIES, make_task
+from infra.quickstart.warm_start import encode
 
 SHORT = PolicyRecipe(warm_start=WarmStartRecipe(steps=4, tokens_per_step=512))
 

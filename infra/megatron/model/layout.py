@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from infra.megatron import cpu_shim
+from infra.megatron.model import cpu_shim
 
 ON_CPU = cpu_shim.install()
 

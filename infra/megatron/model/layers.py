@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from infra.megatron.attention import TorchCoreAttention  # which installs the shim
+from infra.megatron.model.attention import TorchCoreAttention  # which installs the shim
 
 from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # isort: skip

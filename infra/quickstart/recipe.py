@@ -12,7 +12,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from infra.tasks.quickstart import DEFAULT_FAMILIES, Family
+from infra.quickstart.tasks import DEFAULT_FAMILIES, Family
 
 CODE = (
     "chat/chatml.py",
@@ -20,12 +20,12 @@ CODE = (
     "chat/qwen3.py",
     "chat/templates/chatml.jinja",
     "chat/tokens.py",
-    "policy/model.py",
-    "policy/prepare.py",
-    "policy/tokenizer.py",
-    "policy/warm_start.py",
-    "tasks/quickstart.py",
-    "tasks/quickstart_demo.py",
+    "quickstart/model.py",
+    "quickstart/prepare.py",
+    "quickstart/tokenizer.py",
+    "quickstart/warm_start.py",
+    "quickstart/tasks.py",
+    "quickstart/demonstrations.py",
 )
 """Relative to the package ``infra``."""
 

@@ -21,9 +21,9 @@ from transformers import Qwen3ForCausalLM
 
 from infra.chat.messages import Message
 from infra.chat.renderer import ChatMLRenderer
-from infra.policy.recipe import WarmStartRecipe
-from infra.tasks.quickstart import make_task
-from infra.tasks.quickstart_demo import TOOLS, demonstrate
+from infra.quickstart.demonstrations import TOOLS, demonstrate
+from infra.quickstart.recipe import WarmStartRecipe
+from infra.quickstart.tasks import make_task
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from infra.megatron.layout import Place, expert_group, pipeline_group, tensor_group
-from infra.megatron.shape import PolicyShape
+from infra.megatron.model.layout import Place, expert_group, pipeline_group, tensor_group
+from infra.megatron.model.shape import PolicyShape
 
 ALONE: Final = Place.alone()
 

@@ -26,8 +26,8 @@ from infra.chat.chatml import (
     THINK_OPEN,
 )
 from infra.chat.messages import Message
-from infra.tasks.quickstart import FAMILIES, make_task
-from infra.tasks.quickstart_demo import TOOLS, demonstrate
+from infra.quickstart.demonstrations import TOOLS, demonstrate
+from infra.quickstart.tasks import FAMILIES, make_task
 
 END_OF_TEXT = "<|endoftext|>"
 SPECIAL_TOKENS = (

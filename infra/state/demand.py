@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from redis.asyncio import Redis
 
-from infra import keys
+from infra.state import keys
 
 KEEP_S = 14 * 24 * 3600
 """Seconds for which a closed step's counts are kept."""

@@ -1,7 +1,7 @@
 # mypy: disallow-subclassing-any=False
 """Core attention over packs of trajectories that share prefixes, where each shared key and value is computed once.
 
-``TorchCoreAttention`` runs on CPU: per piece of the pack (``infra.megatron.pack``) torch's flash kernel attends to the
+``TorchCoreAttention`` runs on CPU: per piece of the pack (``infra.megatron.model.pack``) torch's flash kernel attends to the
 queries' own keys, causally, and to each earlier span whole; the parts are merged by their log-sum-exp. The backward
 pass gives every part the merged output and log-sum-exp, from which the kernel recomputes that part's share of the
 probabilities, and the gradients of shared keys and values add up where they lie. Nothing of size s x s exists.
@@ -23,8 +23,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from infra.megatron import cpu_shim
-from infra.megatron.pack import Pack
+from infra.megatron.model import cpu_shim
+from infra.megatron.model.pack import Pack
 
 cpu_shim.install()
 

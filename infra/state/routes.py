@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from redis.asyncio import Redis
 
-from infra import keys
-from infra.keys import Drained, Route
+from infra.state import keys
+from infra.state.keys import Drained, Route
 
 POLL_S = (0.02, 0.2)
 """Acknowledgements are looked for this often at first, and this seldom in a long wait."""

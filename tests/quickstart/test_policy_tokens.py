@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from infra.chat.messages import Message
 from infra.chat.renderer import ChatMLRenderer
-from infra.policy.tokenizer import SPECIAL_TOKENS, train_tokenizer
-from infra.policy.warm_start import encode
-from infra.tasks.quickstart import FAMILIES, WORDS, Family, make_task
-from infra.tasks.quickstart_demo import TOOLS, demonstrate
+from infra.quickstart.demonstrations import TOOLS, demonstrate
+from infra.quickstart.tasks import FAMILIES, WORDS, Family, make_task
+from infra.quickstart.tokenizer import SPECIAL_TOKENS, train_tokenizer
+from infra.quickstart.warm_start import encode
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 Invariant: beside a usable CUDA device ``install`` changes nothing, so the GPU runs Megatron as published. Without one
 it replaces functions of torch for the whole process (see ``SHIMMED``), which is why a replica has a process of its
 own, and it must run before anything of megatron is imported. It knows nothing of models; what Megatron's modules lack
-on CPU is in ``infra.megatron.layers``.
+on CPU is in ``infra.megatron.model.layers``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def install() -> bool:
     if torch.cuda.is_available() or _installed:
         return _installed
     if "megatron.core" in sys.modules:
-        raise RuntimeError("infra.megatron.cpu_shim.install() must run before megatron.core is imported")
+        raise RuntimeError("infra.megatron.model.cpu_shim.install() must run before megatron.core is imported")
     cpu = torch.device("cpu")
     with cpu:  # torch looks its factories up once, at the first use of a device context: let it find its own
         torch.empty(0)

@@ -1,6 +1,6 @@
 """How long a step's episodes have run and took, in Redis: what forecasts of its tail are made from.
 
-Hashes by episode, so that an activity that runs twice writes the same. It counts nothing (`infra.demand` does), and
+Hashes by episode, so that an activity that runs twice writes the same. It counts nothing (`infra.state.demand` does), and
 knows nothing of forecasts.
 """
 
@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pydantic import BaseModel
 from redis.asyncio import Redis
 
-from infra import keys
-from infra.demand import KEEP_S
+from infra.state import keys
+from infra.state.demand import KEEP_S
 
 
 class StepPlan(BaseModel):

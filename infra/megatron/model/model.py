@@ -2,7 +2,7 @@
 
 One idea: the shape decides the architecture, the machine decides the modules (Transformer Engine with CUDA, plain
 torch without), the world decides which part this rank has, and the rest of gyre sees one function from packed token
-ids to target log-probs, the same on every rank. Weights are not read here (``infra.megatron.weights``), nothing is
+ids to target log-probs, the same on every rank. Weights are not read here (``infra.megatron.model.weights``), nothing is
 trained here (``infra.megatron.replica``).
 """
 
@@ -15,15 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from infra.megatron import cpu_shim
-from infra.megatron.attention import PackedRuns, shared_transformer_engine_attention
-from infra.megatron.collectives import FromPreviousStage, SumOfParts, ToNextStage, to_earlier_stages
-from infra.megatron.layers import with_torch_pieces
-from infra.megatron.layout import ON_CPU, Place, UnsupportedLayout, context_group, pipeline_group, start_world
-from infra.megatron.pack import NOTHING, Pack, Runs
-from infra.megatron.shape import PolicyShape
+from infra.megatron.model import cpu_shim
+from infra.megatron.model.attention import PackedRuns, shared_transformer_engine_attention
+from infra.megatron.model.collectives import FromPreviousStage, SumOfParts, ToNextStage, to_earlier_stages
+from infra.megatron.model.layers import with_torch_pieces
+from infra.megatron.model.layout import ON_CPU, Place, UnsupportedLayout, context_group, pipeline_group, start_world
+from infra.megatron.model.pack import NOTHING, Pack, Runs
+from infra.megatron.model.shape import PolicyShape
 
-from megatron.core.models.gpt import GPTModel  # isort: skip - after infra.megatron.layout, which installs the shim
+from megatron.core.models.gpt import GPTModel  # isort: skip - after infra.megatron.model.layout, which installs the shim
 from megatron.core.models.gpt.gpt_layer_specs import (  # isort: skip
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from infra.chat.messages import Message, Tool, ToolCall
-from infra.tasks.quickstart import (
+from infra.quickstart.tasks import (
     AGAIN,
     BUILD_SCRIPT,
     CALC,
