@@ -19,14 +19,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from proxy import auth
-from proxy.calls import ModelRequest, Turn
+from proxy.calls.episodes import Attempt, Connection
+from proxy.calls.gateway import Gateway
+from proxy.conversation.requests import ModelRequest, Turn
 from proxy.dialects import anthropic, openai_chat
 from proxy.dialects.dialect import Dialect
 from proxy.dialects.openapi import openapi
 from proxy.dialects.registry import DIALECTS
-from proxy.episodes import Attempt, Connection
 from proxy.errors import BodyTooLarge, GatewayError, NoCell, Unavailable, UnknownPath
-from proxy.gateway import Gateway
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

@@ -27,12 +27,12 @@ from infra.settings import Settings
 from infra.sglang.client import EngineClient
 from infra.state.keys import Route
 from proxy.app import create_app
-from proxy.engine import Engine
-from proxy.gateway import Gateway
+from proxy.calls.gateway import Gateway
+from proxy.calls.moved_prefixes import Kv
 from proxy.limits import Limits
-from proxy.moves import Kv
-from proxy.processes import Family, inherited, module_command
-from proxy.router import Router
+from proxy.prefork import Family, inherited, module_command
+from proxy.routing.engine import Engine
+from proxy.routing.router import Router
 from proxy.server import listen, make_server
 
 REDIS_CONNECTIONS = 4096

@@ -12,7 +12,7 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from proxy.episodes import Connection
+from proxy.calls.episodes import Connection
 
 KEEP_ALIVE_S = 900
 """Idle connections are kept longer than harnesses think between two calls: a closed one looks like a lost one."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from infra.chat.messages import ToolCall
-from proxy.calls import ModelRequest, Opening, Turn
+from proxy.conversation.requests import ModelRequest, Opening, Turn
 from proxy.dialects import bodies
 from proxy.dialects.anthropic_request import FIELDS, NEUTRAL, parse, parse_count
 from proxy.errors import BodyTooLarge, CallsExceeded, ContextExceeded, GatewayError, KeyRefused, UnknownPath

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from infra.chat.messages import Message, Role, Tool, ToolCall
-from proxy.calls import Hints, ModelRequest, make_request
+from proxy.conversation.requests import Hints, ModelRequest, make_request
 from proxy.dialects import bodies
 from proxy.dialects.dialect import Field
 from proxy.errors import BadRequest

@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from proxy.calls import ModelRequest
+from proxy.conversation.requests import ModelRequest
 from proxy.dialects.dialect import Field
 from proxy.errors import BadRequest
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from proxy.calls import ModelRequest, Opening, Turn
+from proxy.conversation.requests import ModelRequest, Opening, Turn
 from proxy.errors import GatewayError
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from infra.chat.messages import Message, Role, Tool, ToolCall
-from proxy.calls import Hints, ModelRequest, Opening, Turn, make_request
+from proxy.conversation.requests import Hints, ModelRequest, Opening, Turn, make_request
 from proxy.dialects import bodies
 from proxy.dialects.dialect import Field
 from proxy.dialects.openai_words import error_object, refused

@@ -10,7 +10,7 @@ import itertools
 from typing import Any
 
 from infra.chat.messages import Message, ToolCall
-from proxy.calls import ModelRequest, Opening, Turn
+from proxy.conversation.requests import ModelRequest, Opening, Turn
 from proxy.dialects import bodies
 from proxy.dialects.openai_responses_request import ENCRYPTED, FIELDS, FREEFORM, NEUTRAL, parse
 from proxy.dialects.openai_words import error_object

@@ -17,7 +17,7 @@ from typing import Any
 from aiohttp import web
 
 from infra.chat.messages import Message, ToolCall
-from proxy.calls import ModelRequest, Opening, Turn
+from proxy.conversation.requests import ModelRequest, Opening, Turn
 from proxy.dialects import anthropic
 from proxy.dialects.dialect import Dialect
 from proxy.dialects.registry import DIALECTS

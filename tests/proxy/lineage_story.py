@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from infra.chat.messages import Message, Tool, ToolCall
-from proxy.calls import Hints, ModelRequest, attempt_name, make_request
-from proxy.lineage import Continued, Lineage, Place
+from proxy.conversation.lineage import Continued, Lineage, Place
+from proxy.conversation.requests import Hints, ModelRequest, attempt_name, make_request
 from trajectory.kinds import classify
 from trajectory.records import FIRST_HASH, CallRecord, encode, make_record, record_hash
 

@@ -20,9 +20,9 @@ from infra.sglang.errors import EngineError, EngineLost
 from infra.sglang.generation import Generation
 from infra.state import keys
 from proxy.app import create_app
-from proxy.gateway import Gateway
+from proxy.calls.gateway import Gateway
 from proxy.limits import Limits
-from proxy.router import Router
+from proxy.routing.router import Router
 from proxy.server import listen, make_server
 from trajectory.records import CallRecord, decode_chain
 

@@ -17,9 +17,9 @@ from redis.asyncio import Redis
 from infra.sglang.client import Loads
 from infra.sglang.errors import EngineLost, EngineRefused
 from infra.state import keys
-from proxy.admission import STEP, Marks, Window, rank
 from proxy.errors import NoCell
-from proxy.router import Lease, Router, Wish
+from proxy.routing.admission import STEP, Marks, Window, rank
+from proxy.routing.router import Lease, Router, Wish
 
 MARKS = Marks(low=0.85, high=0.95, queue_s=10.0)
 POOL = 64_000

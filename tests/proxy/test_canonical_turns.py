@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infra.chat.messages import Message, Tool, ToolCall
-from proxy.canonical import kept_calls, rewritten, said_key, same_call
+from proxy.conversation.canonical import kept_calls, rewritten, said_key, same_call
 
 EDIT = {
     "type": "object",

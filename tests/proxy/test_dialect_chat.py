@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from openai import AsyncOpenAI, BadRequestError
 
 from infra.chat.messages import Message
-from proxy.calls import ModelRequest, Turn
+from proxy.conversation.requests import ModelRequest, Turn
 from proxy.dialects import openai_chat
 from proxy.errors import BadRequest, ContextExceeded, KeyRefused, NoCell
 

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from proxy.calls import ModelRequest
+from proxy.conversation.requests import ModelRequest
 from proxy.dialects import anthropic, openai_chat
 from proxy.dialects.dialect import Dialect
 from proxy.dialects.openapi import openapi

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from infra.chat.messages import Message, Tool, ToolCall
 from infra.chat.renderer import ChatMLRenderer
-from proxy import notes
-from proxy.calls import ModelRequest, make_request
-from proxy.ledger import Ledger, Plan
+from proxy.conversation import turn_notes
+from proxy.conversation.ledger import Ledger, Plan
+from proxy.conversation.requests import ModelRequest, make_request
 from trajectory.records import CallRecord, make_record
 
 TOOLS = (Tool(name="bash", parameters={"type": "object", "properties": {"command": {"type": "string"}}}),)
@@ -41,7 +41,7 @@ class Recorded:
 
     renderer: ChatMLRenderer
     ledger: Ledger
-    calls: list[tuple[CallRecord, notes.TurnNote]] = field(default_factory=list)
+    calls: list[tuple[CallRecord, turn_notes.TurnNote]] = field(default_factory=list)
 
     def say(self, asked: ModelRequest, text: str, calls: int = 0) -> tuple[Plan, Message, list[int]]:
         """Plan a request, sample ``text`` and ``calls`` tool calls, record it; returns the turn and its ids."""
@@ -83,8 +83,10 @@ class Recorded:
             active_s=0.0,
             held_s=0.0,
         )
-        note = notes.TurnNote("rid", b"", f"turn-{number}", 0, delta.depth, delta.notes, notes.note_of(message), {})
-        self.calls.append((record, notes.decode(notes.encode(note))))
+        note = turn_notes.TurnNote(
+            "rid", b"", f"turn-{number}", 0, delta.depth, delta.notes, turn_notes.note_of(message), {}
+        )
+        self.calls.append((record, turn_notes.decode(turn_notes.encode(note))))
         self.ledger.commit(plan, message, array("i", output))
         assert self.sequence(number) == [*plan.prompt, *output]
         return plan, message, output

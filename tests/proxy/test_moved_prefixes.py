@@ -10,7 +10,7 @@ from proxy_parts import Harness, World, call_text, until
 
 from infra.sglang.generation import Finish, Generation
 from infra.state.keys import Route
-from proxy.moves import Computed, Kv, Moves
+from proxy.calls.moved_prefixes import Computed, Kv, Moves
 from trajectory import records
 
 

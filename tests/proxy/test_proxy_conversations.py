@@ -11,7 +11,7 @@ from proxy_parts import SPECIAL, SPECIAL_IDS, Harness, World, call_text, sequenc
 
 from infra.chat.messages import Message, Tool
 from infra.state import keys
-from proxy import notes
+from proxy.conversation import turn_notes
 
 
 @pytest.fixture
@@ -221,5 +221,5 @@ async def test_what_the_harness_asked_is_recorded(world: World, harness: Harness
     harness.user("go")
     await harness.turn(temperature=0.2, top_p=0.5, metadata={"x": "1"})
 
-    note = notes.decode(await world.redis.hget(keys.turns("ep"), "0"))
+    note = turn_notes.decode(await world.redis.hget(keys.turns("ep"), "0"))
     assert note.asked == {"temperature": 0.2, "top_p": 0.5, "metadata": {"x": "1"}}

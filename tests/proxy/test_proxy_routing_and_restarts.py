@@ -12,8 +12,8 @@ import pytest
 from proxy_parts import QUICK, Harness, World, call_text, sequences, until
 
 from infra.state import keys
+from proxy.calls.recorder import OpenCall, Recorder
 from proxy.dialects import openai_chat
-from proxy.recorder import OpenCall, Recorder
 
 TURN = "one two three four five six seven eight<|im_end|>"
 

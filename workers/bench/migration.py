@@ -33,7 +33,7 @@ from infra.kv_store.arrival import Arrival
 from infra.kv_store.layout import cache_salt, namespace, read_config
 from infra.sglang.client import EngineClient
 from infra.state import keys
-from proxy.recorder import as_bytes
+from proxy.calls.recorder import as_bytes
 from trajectory.records import CallRecord, decode_chain
 from workers.bench.cells import CONTEXT, Cells
 from workers.bench.parts import Parts

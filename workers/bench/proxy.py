@@ -23,7 +23,7 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 from infra.state import keys
-from proxy.recorder import as_bytes
+from proxy.calls.recorder import as_bytes
 from trajectory.records import decode_chain
 from workers.bench.conversation import DIALECTS, Conversation
 from workers.bench.parts import Client, Parts, Process

@@ -64,7 +64,7 @@ class Request:
 
 
 class ScriptedPolicyEngine:
-    """An ``proxy.engine.Engine`` without a model."""
+    """An ``proxy.routing.engine.Engine`` without a model."""
 
     def __init__(self, renderer: ChatMLRenderer, plans: Mapping[str, Sequence[Step]], shell: str) -> None:
         self._renderer, self._plans = renderer, plans

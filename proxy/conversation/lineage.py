@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from infra.chat.messages import Message
-from proxy.calls import Hints, ModelRequest, attempt_name
-from proxy.claims import Asked, Claims, claim_of, hinted_id, is_minted
+from proxy.conversation.requests import Hints, ModelRequest, attempt_name
+from proxy.conversation.sub_agents import Asked, Claims, claim_of, hinted_id, is_minted
 from trajectory.kinds import ROOT_AGENT
 from trajectory.records import CallRecord
 

@@ -13,12 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from infra.chat.messages import Message
-from proxy.calls import Opening, Turn
+from proxy.calls.recorder import Recorder
+from proxy.conversation.ledger import Ledger, Node
+from proxy.conversation.lineage import Lineage
+from proxy.conversation.requests import Opening, Turn
+from proxy.conversation.turn_notes import TurnNote, decode, message_of
 from proxy.errors import RecordsLost
-from proxy.ledger import Ledger, Node
-from proxy.lineage import Lineage
-from proxy.notes import TurnNote, decode, message_of
-from proxy.recorder import Recorder
 from trajectory import records
 
 

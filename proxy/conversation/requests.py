@@ -12,7 +12,7 @@ import orjson
 import xxhash
 
 from infra.chat.messages import Message, Tool
-from proxy.notes import message_key, root_key
+from proxy.conversation.turn_notes import message_key, root_key
 
 
 @dataclass(frozen=True)

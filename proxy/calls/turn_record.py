@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 from infra.chat.messages import Message, ToolCall
 from infra.chat.renderer import ParsedTurn
-from proxy import notes
-from proxy.calls import ModelRequest, Turn
-from proxy.episodes import Attempt, Episode
-from proxy.ledger import Delta, Plan
-from proxy.lineage import Place
-from proxy.recorder import LeftCall
-from proxy.sampler import Job, Sampled
+from proxy.calls.episodes import Attempt, Episode
+from proxy.calls.recorder import LeftCall
+from proxy.calls.sampler import Job, Sampled
+from proxy.conversation import turn_notes
+from proxy.conversation.ledger import Delta, Plan
+from proxy.conversation.lineage import Place
+from proxy.conversation.requests import ModelRequest, Turn
 from trajectory import records
 
 
@@ -108,14 +108,14 @@ def write(
         synthetic=plan.synthetic,
         partial=sum(not earlier.whole for earlier in plan.turns),
     )
-    note = notes.TurnNote(
+    note = turn_notes.TurnNote(
         rid=call.attempt.rid,
         name=call.name,
         turn_id=turn.opening.turn_id,
         cached_tokens=turn.cached_tokens,
         depth=delta.depth,
         nodes=delta.notes,
-        message=notes.note_of(turn.message),
+        message=turn_notes.note_of(turn.message),
         asked=call.request.asked,
     )
-    return record, records.encode(record), notes.encode(note)
+    return record, records.encode(record), turn_notes.encode(note)

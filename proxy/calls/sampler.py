@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from infra.sglang.errors import EngineError, EngineLost, EngineRefused
 from infra.sglang.generation import Generation
 from infra.state import keys
+from proxy.calls.moved_prefixes import Computed, Kv, Moves
+from proxy.calls.recorder import OpenCall, Recorder
 from proxy.errors import BadRequest, ContextExceeded
 from proxy.limits import Limits
-from proxy.moves import Computed, Kv, Moves
-from proxy.recorder import OpenCall, Recorder
-from proxy.router import Lease, Router, Wish
+from proxy.routing.router import Lease, Router, Wish
 
 log = logging.getLogger(__name__)
 STREAM_FROM = 256

@@ -19,10 +19,10 @@ import xxhash
 
 from infra.chat.messages import Message, Tool
 from infra.chat.renderer import Renderer
-from proxy import canonical
-from proxy.calls import ModelRequest
-from proxy.lineage import Continued
-from proxy.notes import NodeNote, TurnNote, message_key, message_of, note_of
+from proxy.conversation import canonical
+from proxy.conversation.lineage import Continued
+from proxy.conversation.requests import ModelRequest
+from proxy.conversation.turn_notes import NodeNote, TurnNote, message_key, message_of, note_of
 from trajectory.records import CallRecord
 
 _SYSTEM = Message(role="system")

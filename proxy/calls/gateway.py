@@ -22,19 +22,19 @@ from redis.asyncio import Redis
 from infra.chat.renderer import Renderer
 from infra.state.keys import EpisodeKey
 from proxy.auth import Keyring
-from proxy.calls import ModelRequest, Opening, Turn, attempt_name
-from proxy.ending import end
-from proxy.episodes import Attempt, Connection, Episode, Episodes
+from proxy.calls.episodes import Attempt, Connection, Episode, Episodes
+from proxy.calls.moved_prefixes import Kv
+from proxy.calls.orphans import Orphans
+from proxy.calls.other_process import Foreign
+from proxy.calls.recorder import LeftCall, Recorder
+from proxy.calls.sampler import Job, Sampled, Sampler
+from proxy.calls.turn_record import Call, turn_of, write
+from proxy.conversation.ledger import Ledger, Plan
+from proxy.conversation.requests import ModelRequest, Opening, Turn, attempt_name
 from proxy.errors import Abandoned, BadRequest, CallsExceeded, ContextExceeded, KeyRefused, RecordsLost, Unavailable
-from proxy.foreign import Foreign
-from proxy.ledger import Ledger, Plan
 from proxy.limits import Limits
-from proxy.moves import Kv
-from proxy.orphans import Orphans
-from proxy.recorder import LeftCall, Recorder
-from proxy.router import Router
-from proxy.sampler import Job, Sampled, Sampler
-from proxy.written import Call, turn_of, write
+from proxy.routing.ending import end
+from proxy.routing.router import Router
 from trajectory import records
 
 log = logging.getLogger(__name__)

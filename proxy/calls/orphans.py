@@ -15,12 +15,12 @@ from collections.abc import Awaitable, Callable
 import redis.exceptions
 
 from infra.sglang.errors import EngineError
-from proxy.ending import end
-from proxy.episodes import Episode
+from proxy.calls.episodes import Episode
+from proxy.calls.recorder import OpenCall, Recorder
 from proxy.errors import GatewayError
 from proxy.limits import Limits
-from proxy.recorder import OpenCall, Recorder
-from proxy.router import Router
+from proxy.routing.ending import end
+from proxy.routing.router import Router
 from trajectory.records import RecordError
 
 log = logging.getLogger(__name__)

@@ -28,13 +28,13 @@ from redis.asyncio import Redis
 
 from infra.sglang.errors import EngineError, EngineRefused
 from infra.state import keys
-from proxy.admission import Marks, Window, rank
-from proxy.drains import Drains
-from proxy.ending import end
-from proxy.engine import Engine, Reporting
 from proxy.errors import NoCell
 from proxy.limits import Limits
-from proxy.peers import Peers
+from proxy.routing.admission import Marks, Window, rank
+from proxy.routing.drains import Drains
+from proxy.routing.ending import end
+from proxy.routing.engine import Engine, Reporting
+from proxy.routing.peers import Peers
 
 log = logging.getLogger(__name__)
 SLACK = 6
