@@ -26,11 +26,11 @@ from temporalio.service import RPCError, RPCStatusCode
 
 from infra.settings import Settings
 from infra.temporal import TemporalUnreachable, connect
-from workers import recorded
 from workers.bench.command import bench_elastic, bench_migration, bench_proxy, bench_trajectory
 from workers.errors import UsageError
 from workers.leaving import leave
 from workers.printing import Json, RunName, console, show
+from workers.records import commands
 from workers.simulate.command import simulate
 from workers.why.command import why
 from workflows import names
@@ -106,7 +106,7 @@ async def connected() -> AsyncIterator[tuple[Settings, Client, Redis]]:
 @command
 async def up() -> None:
     """Start the local stack: Temporal, Valkey, the proxy, workers and cells."""
-    from workers.local import up as start
+    from workers.stack.local import up as start
 
     settings = Settings()
     await start(settings, console.print)
@@ -117,8 +117,8 @@ async def up() -> None:
 @command
 async def down() -> None:
     """End the local stack. Its state stays in GYRE_HOME."""
-    from workers.local import down as stop
-    from workers.local import running_harnesses
+    from workers.stack.local import down as stop
+    from workers.stack.local import running_harnesses
 
     settings = Settings()
     ended = await stop(settings)
@@ -131,7 +131,7 @@ async def down() -> None:
 @command
 async def status(as_json: Json = False) -> None:
     """Processes, cells and runs."""
-    from workers.status import collect, print_status
+    from workers.stack.status import collect, print_status
 
     found = await collect(Settings())
     if as_json:
@@ -155,7 +155,7 @@ async def doctor(
         else:
             tables.print_tables(console)
         return
-    from workers.doctor import examine
+    from workers.stack.doctor import examine
 
     findings = await examine(Settings())
     if as_json:
@@ -262,7 +262,7 @@ async def resize(cells: Annotated[list[str], typer.Argument(help="Names of all c
 
     A cell that is left out moves its calls to the others; what it has summed of an open step is trained again by them.
     """
-    from workers.resizing import resize as set_cells
+    from workers.stack.resizing import resize as set_cells
 
     async with connected() as (settings, client, _redis):
         console.print(", ".join(await set_cells(client, settings, cells)))
@@ -279,11 +279,11 @@ async def cancel(run: RunName) -> None:
 
 # --- what was recorded --------------------------------------------------------------------------------------------
 
-app.command("episodes")(command(recorded.episodes))
-app.command("show")(command(recorded.show_episode))
-app.command("gauges")(command(recorded.gauges))
-app.command("regrade")(command(recorded.regrade))
-app.command("replay")(command(recorded.replay))
+app.command("episodes")(command(commands.episodes))
+app.command("show")(command(commands.show_episode))
+app.command("gauges")(command(commands.gauges))
+app.command("regrade")(command(commands.regrade))
+app.command("replay")(command(commands.replay))
 
 
 # --- harnesses ----------------------------------------------------------------------------------------------------
@@ -295,7 +295,7 @@ HarnessName = Annotated[str, typer.Argument(help="Name of the harness.")]
 @command
 async def harness_list(as_json: Json = False) -> None:
     """Every harness that gyre knows, the version it is pinned to, and what is missing for it here."""
-    from workers.harness_check import listed
+    from workers.harness_check.command import listed
 
     rows = listed(Settings())
     if as_json:
@@ -309,7 +309,7 @@ async def harness_list(as_json: Json = False) -> None:
 @command
 async def harness_install(name: HarnessName) -> None:
     """Install the pinned version of a harness into a folder of its own."""
-    from workers.harness_check import install_harness
+    from workers.harness_check.command import install_harness
 
     console.print(str(await asyncio.to_thread(install_harness, name, Settings())))
 
@@ -323,8 +323,8 @@ async def harness_check(
     as_json: Json = False,
 ) -> None:
     """Run a real harness against a scripted policy and say what held. Exit code 1 when something didn't."""
-    from workers.harness_check import as_json as reported
-    from workers.harness_check import check, show_report
+    from workers.harness_check.command import as_json as reported
+    from workers.harness_check.command import check, show_report
 
     told = asyncio.ensure_future(check(name, scenario or [], Settings().harnesses, turns))
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.cancel)  # nothing may be left running

@@ -21,9 +21,9 @@ from infra.settings import Settings
 from infra.temporal import connect
 from workers.chart import draw_curve
 from workers.errors import UsageError
-from workers.local import down, up
-from workers.memory import PeakMemory
 from workers.progress import watch
+from workers.stack.local import down, up
+from workers.stack.memory import PeakMemory
 from workflows import names
 from workflows.contracts.configuration import (
     BudgetConfig,

@@ -24,7 +24,7 @@ from infra.state.blobs import BlobStore
 from infra.state.record_names import seal_name
 from infra.tasks.harbor import load_task
 from workers.errors import UsageError
-from workers.regrade import LaterVerdict, regrade
+from workers.records.regrade import LaterVerdict, regrade
 from workflows.contracts.results import GradeInput
 
 pytestmark = pytest.mark.stack

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from trajectory.records import CallRecord, make_record
-from workers.harness.policy import Request
-from workers.harness.verify import verify
+from workers.harness_check.policy import Request
+from workers.harness_check.verify import verify
 
 
 def record(seq: int, prompt: list[int], output: list[int], **more: Any) -> CallRecord:

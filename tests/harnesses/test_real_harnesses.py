@@ -14,9 +14,9 @@ import pytest
 
 from infra.harness.harness import HarnessUnavailable
 from infra.harness.registry import NAMES, harness_named
-from workers.harness.catalogue import scenarios_of
-from workers.harness.scenarios import Report
-from workers.harness_check import check
+from workers.harness_check.catalogue import scenarios_of
+from workers.harness_check.command import check
+from workers.harness_check.scenarios import Report
 
 pytestmark = pytest.mark.stack
 

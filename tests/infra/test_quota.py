@@ -15,9 +15,9 @@ import pytest
 
 from infra.quota import Quota, QuotaUnavailable, left_over, places, set_quota
 from infra.settings import Settings
-from workers.local import end_leftovers
-from workers.processes import ProcessSpec, quota_name
-from workers.stack import Stack
+from workers.stack.local import end_leftovers
+from workers.stack.processes import ProcessSpec, quota_name
+from workers.stack.supervisor import Stack
 
 BURNS = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'while True: pass'])\nwhile True: pass"
 """A process with a child; both would take a core each."""

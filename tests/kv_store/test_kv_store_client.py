@@ -20,7 +20,7 @@ from infra.kv_store.layout import cache_salt, object_name, page_digests, root_di
 from infra.kv_store.processes import master_command, segment_command
 from infra.settings import Settings
 from workers.bench.cells import free_pair
-from workers.doctor import Finding, examine
+from workers.stack.doctor import Finding, examine
 
 pytestmark = pytest.mark.stack
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from infra.settings import Settings
-from workers.local import busy_ports
+from workers.stack.local import busy_ports
 from workflows.contracts.configuration import (
     EvaluationConfig,
     OptimizerConfig,

@@ -10,7 +10,7 @@ from local_stack import LocalStack
 
 from infra.harness.harness import Harness
 from infra.state.blobs import BlobStore
-from workers.episodes import load_episode, sealed_episodes
+from workers.records.episodes import load_episode, sealed_episodes
 from workflows.contracts.configuration import SchedulerConfig, TrajectoryConfig
 
 pytestmark = pytest.mark.stack

@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from infra.settings import Settings
-from workers.processes import ProcessSpec, local_stack
+from workers.stack.processes import ProcessSpec, local_stack
 
 CONFIG = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32}
 BACKEND = "--hicache-storage-backend-extra-config"

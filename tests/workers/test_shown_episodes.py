@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trajectory.records import CallRecord, make_record
-from workers.episodes import episode_counts, episode_json
+from workers.records.episodes import episode_counts, episode_json
 
 
 def record(seq: int, **fields: object) -> CallRecord:

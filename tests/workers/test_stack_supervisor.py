@@ -16,9 +16,9 @@ from free_ports import free_port
 
 from infra.episodes.processes import start_time
 from infra.settings import Settings
-from workers.local import end_leftovers, read_state
-from workers.processes import ProcessSpec, child_environment, local_stack
-from workers.stack import Stack
+from workers.stack.local import end_leftovers, read_state
+from workers.stack.processes import ProcessSpec, child_environment, local_stack
+from workers.stack.supervisor import Stack
 
 SERVER = """
 import socketserver, sys

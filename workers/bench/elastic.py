@@ -30,7 +30,7 @@ from workers.bench.elastic_history import StepCosts, Switches, costs_of, history
 from workers.bench.elastic_prediction import compared, pool_model, predicted_s, speed_law, trace_of
 from workers.bench.elastic_tasks import Shape, Step, draw_step, warm_up, write_tasks
 from workers.errors import UsageError
-from workers.processes import quota_name
+from workers.stack.processes import quota_name
 from workflows import names
 from workflows.contracts.configuration import Contract, SchedulerConfig
 

@@ -19,7 +19,7 @@ from activities.trajectories import unpack_records
 from infra.state.blobs import BlobStore
 from trajectory.records import decode_chain
 from workers.bench.elastic_history import Costs
-from workers.episodes import sealed_episodes
+from workers.records.episodes import sealed_episodes
 from workers.simulate.export import export_trace
 from workers.simulate.trace import TracedEpisode, read_trace, steps_of
 from workflows.contracts.configuration import SchedulerConfig

@@ -24,7 +24,7 @@ from infra.episodes.processes import signal_named
 from infra.settings import Settings
 from infra.temporal import connect
 from workers.errors import UsageError
-from workers.local import busy_ports, down, running_harnesses, up
+from workers.stack.local import busy_ports, down, running_harnesses, up
 from workflows import names
 from workflows.contracts.configuration import (
     BudgetConfig,

@@ -23,7 +23,7 @@ from infra.state.record_names import config_name, step_name
 from infra.temporal import TemporalUnreachable
 from trajectory.records import CallRecord, RecordError, decode_chain
 from workers.errors import UsageError
-from workers.regrade import later_verdicts, verdict_line
+from workers.records.regrade import later_verdicts, verdict_line
 from workers.why import ended
 from workers.why.attempts import moments, restarted
 from workers.why.sight import Sight, look

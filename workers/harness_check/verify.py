@@ -10,7 +10,7 @@ from trajectory.kinds import classify
 from trajectory.records import CallRecord, RecordError
 from trajectory.selection import select
 from trajectory.tree import EpisodeTree
-from workers.harness.policy import Request
+from workers.harness_check.policy import Request
 
 SHOWN = 3
 """Examples that a finding names."""

@@ -31,8 +31,8 @@ from infra.settings import Settings
 from infra.state.blobs import BlobMissing, BlobStore
 from infra.state.record_names import verdict_name
 from infra.tasks.harbor import Task, TaskInvalid, list_tasks
-from workers.episodes import sealed_episodes
 from workers.errors import UsageError
+from workers.records.episodes import sealed_episodes
 from workflows.contracts.results import Outcome
 
 AT_ONCE: Final = 4

@@ -7,7 +7,7 @@ import time
 import psutil
 
 from infra.settings import Settings
-from workers.local import read_state
+from workers.stack.local import read_state
 
 EVERY_S = 10.0
 """Reading PSS walks every page table: seldom is enough."""

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from workers.harness import plans
-from workers.harness.hands import Hands
-from workers.harness.network import Fault
-from workers.harness.policy import Step
+from workers.harness_check import plans
+from workers.harness_check.hands import Hands
+from workers.harness_check.network import Fault
+from workers.harness_check.policy import Step
 
 FAULTS: Final[Mapping[int, Fault]] = {3: "unanswered", 5: "halved", 8: "cut", 11: "closed", 13: "twice"}
 BREAKS: Final = ("halved", "cut")

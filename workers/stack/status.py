@@ -11,8 +11,8 @@ from temporalio.client import Client, WorkflowExecutionStatus
 from infra.settings import Settings
 from infra.temporal import ANSWER, TemporalUnreachable, connect
 from workers.errors import UsageError
-from workers.local import read_state
 from workers.progress import roles
+from workers.stack.local import read_state
 from workflows import names
 from workflows.scheduler import Scheduler
 

@@ -20,7 +20,7 @@ from typing import Final
 from infra.chat.renderer import ChatMLRenderer
 from infra.sglang.errors import EngineLost
 from infra.sglang.generation import Generation, TokenIds
-from workers.harness.hands import Call
+from workers.harness_check.hands import Call
 
 PLAN: Final = re.compile(r"PLAN:([a-z]+)")
 AGENT_ID: Final = re.compile(r'"agent_id": ?"([0-9a-f-]{36})"')

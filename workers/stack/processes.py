@@ -1,6 +1,6 @@
 """The processes of the local stack: their command lines, environments, order and readiness.
 
-Pure description; `workers.stack` starts and supervises them. Everything listens on ``settings.host`` only, except
+Pure description; `workers.stack.supervisor` starts and supervises them. Everything listens on ``settings.host`` only, except
 the data ports of Mooncake (in each replica; with a KV store in each engine and its segment), which bind every interface
 whatever they are told.
 """

@@ -1,6 +1,6 @@
-"""The local stack's supervisor: `python -m workers.stack`, started detached by `gyre up`.
+"""The local stack's supervisor: `python -m workers.stack.supervisor`, started detached by `gyre up`.
 
-It starts every process of `workers.processes`, restarts one that ends, and ends them all on SIGTERM, those that
+It starts every process of `workers.stack.processes`, restarts one that ends, and ends them all on SIGTERM, those that
 others stand on last. What it knows is in ``home/stack.json`` for `gyre status`; each process it started is also in
 ``home/pids/NAME.json`` (pid and start time), so that `gyre down` can end what a killed supervisor left behind.
 """
@@ -22,7 +22,7 @@ import aiohttp
 from infra.episodes.processes import start_time
 from infra.quota import Quota, set_quota
 from infra.settings import Settings
-from workers.processes import ProcessSpec, local_stack, quota_name
+from workers.stack.processes import ProcessSpec, local_stack, quota_name
 
 log = logging.getLogger("gyre.stack")
 

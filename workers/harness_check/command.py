@@ -18,9 +18,9 @@ from infra.harness.mini_adapter import Mini
 from infra.harness.registry import NAMES, harness_named
 from infra.settings import Settings
 from workers.errors import UsageError
-from workers.harness.catalogue import scenarios_of
-from workers.harness.scenarios import Report, run_scenario
-from workers.harness.world import private_world
+from workers.harness_check.catalogue import scenarios_of
+from workers.harness_check.scenarios import Report, run_scenario
+from workers.harness_check.world import private_world
 
 
 async def check(name: str, scenarios: list[str], folder: Path, turns: int = 16) -> list[Report]:

@@ -29,7 +29,7 @@ from proxy.calls.gateway import Gateway
 from proxy.limits import Limits
 from proxy.routing.router import Router
 from proxy.server import listen, make_server
-from workers.harness.policy import ScriptedPolicyEngine
+from workers.harness_check.policy import ScriptedPolicyEngine
 
 SPECIAL: Final = (
     "<|im_start|>",

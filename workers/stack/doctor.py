@@ -19,9 +19,9 @@ from infra.settings import Settings
 from infra.state.blobs import BlobStore
 from infra.state.routes import all_routes
 from infra.temporal import TemporalUnreachable, connect
-from workers.local import missing_parts, read_state
-from workers.processes import local_stack
-from workers.stack import is_ready
+from workers.stack.local import missing_parts, read_state
+from workers.stack.processes import local_stack
+from workers.stack.supervisor import is_ready
 from workflows import names
 
 PINNED = {"sglang": "0.5.23", "megatron-core": "0.16.1", "mooncake-transfer-engine-non-cuda": "0.3.13.post1"}

@@ -26,9 +26,9 @@ from infra.quota import QuotaUnavailable, left_over, set_quota
 from infra.settings import Settings
 from infra.temporal import connect
 from workers.errors import UsageError
-from workers.processes import binary, child_environment, local_stack, quota_name
-from workers.resizing import ensure_cell
-from workers.stack import READY_S, kill_group
+from workers.stack.processes import binary, child_environment, local_stack, quota_name
+from workers.stack.resizing import ensure_cell
+from workers.stack.supervisor import READY_S, kill_group
 from workflows import names
 from workflows.scheduler import Scheduler, SchedulerState
 
@@ -110,7 +110,7 @@ def _start_supervisor(settings: Settings) -> None:
     settings.logs.mkdir(parents=True, exist_ok=True)
     with (settings.logs / "stack.log").open("ab") as output:
         subprocess.Popen(
-            [sys.executable, "-m", "workers.stack"],
+            [sys.executable, "-m", "workers.stack.supervisor"],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

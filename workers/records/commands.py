@@ -24,8 +24,8 @@ async def episodes(
     as_json: Json = False,
 ) -> None:
     """Every episode of a run: why it ended, its reward, its calls and times, and verdicts that were given later."""
-    from workers.episodes import episode_line, sealed_episodes
-    from workers.regrade import later_verdicts, verdict_line
+    from workers.records.episodes import episode_line, sealed_episodes
+    from workers.records.regrade import later_verdicts, verdict_line
 
     blobs = BlobStore(Settings().blobs)
     found = sealed_episodes(blobs, run, step, outcome)
@@ -56,8 +56,8 @@ async def regrade(
 
     Exit code 1 when an evaluator failed: the episode stays excluded.
     """
-    from workers.regrade import LaterVerdict, verdict_line
-    from workers.regrade import regrade as grade_again
+    from workers.records.regrade import LaterVerdict, verdict_line
+    from workers.records.regrade import regrade as grade_again
 
     verdicts: list[LaterVerdict] = []
 
@@ -81,7 +81,7 @@ async def gauges(
     run: RunName, step: Annotated[int | None, typer.Argument(help="Number of the step.")] = None, as_json: Json = False
 ) -> None:
     """How far serving and training disagree, and what became of what was sampled: of each step, or all of one."""
-    from workers.gauges import of_run, of_step, print_run, print_step
+    from workers.records.gauges import of_run, of_step, print_run, print_step
 
     blobs = BlobStore(Settings().blobs)
     if step is None:
@@ -103,7 +103,7 @@ async def show_episode(
     as_json: Json = False,
 ) -> None:
     """The trajectory tree of an episode, readable."""
-    from workers.episodes import episode_json, episode_tree, load_episode
+    from workers.records.episodes import episode_json, episode_tree, load_episode
 
     settings = Settings()
     seal, records = load_episode(BlobStore(settings.blobs), episode)
@@ -117,7 +117,7 @@ async def replay(
     run: RunName, step: Annotated[int, typer.Argument(help="Number of the step.")], as_json: Json = False
 ) -> None:
     """Recompute a recorded step's gradient on one cell, offline, and print the difference."""
-    from workers.replay import replay_step
+    from workers.records.replay import replay_step
 
     result = await asyncio.to_thread(replay_step, Settings(), run, step)
     if as_json:

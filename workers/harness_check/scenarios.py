@@ -25,13 +25,13 @@ from infra.sandbox.bubblewrap import Bubblewrap
 from infra.state import keys
 from infra.tasks.harbor import load_task
 from trajectory.records import CallRecord, decode_chain
-from workers.harness import plans
-from workers.harness.catalogue import Scenario
-from workers.harness.hands import HANDS
-from workers.harness.network import FaultyRelay
-from workers.harness.policy import ScriptedPolicyEngine
-from workers.harness.verify import Finding, counts, kinds, verify
-from workers.harness.world import World
+from workers.harness_check import plans
+from workers.harness_check.catalogue import Scenario
+from workers.harness_check.hands import HANDS
+from workers.harness_check.network import FaultyRelay
+from workers.harness_check.policy import ScriptedPolicyEngine
+from workers.harness_check.verify import Finding, counts, kinds, verify
+from workers.harness_check.world import World
 
 MODEL: Final = "gyre-policy"
 WALL_S: Final = 240.0
