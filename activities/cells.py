@@ -25,7 +25,7 @@ from infra.sglang.client import EngineClient
 from infra.sglang.errors import EngineError, EngineLost
 from infra.state import demand, keys
 from infra.state.routes import RouteOvertaken, get_route, set_route, wait_acknowledged
-from trajectory.loss_config import LossConfig
+from trajectory.config import LossConfig
 from workflows.contracts.orders import (
     CellOrder,
     CellReport,

@@ -22,8 +22,8 @@ from infra.settings import Settings
 from infra.state.blobs import BlobMissing
 from infra.state.record_names import config_name, latest_name, step_name
 from infra.tasks.harbor import TaskInvalid, list_tasks, load_task
+from trajectory.config import LossConfig
 from trajectory.gauges import summary
-from trajectory.loss_config import LossConfig
 from trajectory.process import TrajectoryConfig
 from workflows.contracts.configuration import RunConfig
 from workflows.contracts.orders import CommitInput, Committed

@@ -4,7 +4,7 @@ Invariant: the loss is a plain sum over trajectories with factors fixed beforeha
 depends on how trajectories were cut into micro-steps; 1/N is applied once, at the update.
 
 To add a loss: a function from ``Targets`` to an ``Objective`` with its formula in its docstring, its name in
-``LOSSES`` and in ``trajectory.loss_config``. This knows log-probs of tokens. It does not know models, layouts, or how
+``LOSSES`` and in ``trajectory.config``. This knows log-probs of tokens. It does not know models, layouts, or how
 a log-prob was computed.
 """
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from trajectory.additive import EDGES, add
-from trajectory.loss_config import LossConfig
+from trajectory.config import LossConfig
 from trajectory.micro_step import MicroStep
 
 __all__ = ["LOSSES", "LossBatch", "LossConfig", "LossStats", "policy_loss"]

@@ -76,12 +76,12 @@ def build_worker(services: Services, role: str, cell: str = "") -> Worker:
     if role == "control":
         queue, activities, workflows = names.CONTROL_QUEUE, control_activities(services), WORKFLOWS
     elif role == "harness":
-        from activities.episodes import EpisodeActivities
+        from activities.episodes.run import EpisodeActivities
 
         queue, activities = names.HARNESS_QUEUE, [EpisodeActivities(services).run_episode]
         concurrent = services.settings.harness_slots
     elif role == "grade":
-        from activities.grading import GradingActivities
+        from activities.episodes.grading import GradingActivities
 
         queue, activities, concurrent = names.GRADE_QUEUE, [GradingActivities(services).grade_episode], 4
     elif role == "trajectory":
@@ -126,7 +126,7 @@ async def serve(settings: Settings, role: str, cell: str) -> None:
     services = Services(settings, await connect(settings, metrics), redis)
     adopted: asyncio.Task[None] | None = None
     if role == "harness":
-        from activities.adoption import adopt, find_orphans
+        from activities.episodes.adoption import adopt, find_orphans
 
         adopted = asyncio.create_task(adopt(services, find_orphans(settings)))
     async with build_worker(services, role, cell), ready_socket(settings, f"{cell}-worker" if cell else role):

@@ -21,7 +21,7 @@ from torch import Tensor
 from infra.megatron.config import OptimizerConfig
 from infra.state.blobs import BlobStore
 from infra.transfer.manifest import checksum
-from trajectory.loss_config import LossConfig
+from trajectory.config import LossConfig
 
 
 class CandidateFacts(BaseModel):

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from infra.megatron.config import OptimizerConfig
 from infra.transfer.manifest import TransferManifest
-from trajectory.loss_config import LossConfig
+from trajectory.config import LossConfig
 
 CameBy = Literal["resident", "transfer", "blob"]
 """How weights came into a replica."""

@@ -30,8 +30,8 @@ from infra.megatron.model.model import build, device, target_logprobs
 from infra.megatron.model.pack import Runs
 from infra.megatron.model.shape import read_shape
 from infra.megatron.model.weights import add_into, check, copy_into, gathered_tensors, square_sum, table
+from trajectory.config import LossConfig
 from trajectory.loss import LossBatch, policy_loss
-from trajectory.loss_config import LossConfig
 from trajectory.micro_step import MicroStep
 
 from megatron.core.distributed import (  # isort: skip - after infra.megatron.model.model, which installs the shim

@@ -15,7 +15,7 @@ import orjson
 import pytest
 from temporalio.testing import ActivityEnvironment
 
-from activities.grading import GradingActivities
+from activities.episodes.grading import GradingActivities
 from activities.services import Services
 from infra.episodes.grading import evaluator_of
 from infra.episodes.workspace import pack_workspace

@@ -15,8 +15,8 @@ from episode_parts import ShellHarness, Valkey, until
 from redis.asyncio import Redis
 from temporalio.client import Client
 
-from activities import episode_runner
-from activities.episode_runner import EpisodeRunner
+from activities.episodes import runner
+from activities.episodes.runner import EpisodeRunner
 from activities.services import Services
 from infra.episodes.launch import (
     EpisodeLaunch,

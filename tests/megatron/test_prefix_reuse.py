@@ -20,8 +20,8 @@ from infra.megatron.model.attention import PackedRuns, TorchCoreAttention, botto
 from infra.megatron.model.model import target_logprobs
 from infra.megatron.model.pack import Pack, Runs
 from infra.megatron.replica import Replica
+from trajectory.config import LossConfig
 from trajectory.loss import LossBatch, policy_loss
-from trajectory.loss_config import LossConfig
 from trajectory.micro_step import MicroStep
 
 from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip

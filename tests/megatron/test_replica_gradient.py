@@ -29,7 +29,7 @@ from infra.megatron.model.weights import WeightsError
 from infra.megatron.replay import recompute_gradient
 from infra.megatron.replica import Replica, TrainingError
 from infra.state.blobs import BlobStore
-from trajectory.loss_config import LossConfig
+from trajectory.config import LossConfig
 from trajectory.micro_step import MicroStep
 
 Tensors = dict[str, torch.Tensor]

@@ -19,7 +19,7 @@ from infra.megatron.replay import recompute_gradient
 from infra.megatron.replica import Replica
 from infra.state import keys
 from infra.state.blobs import BlobStore
-from trajectory.loss_config import LossConfig
+from trajectory.config import LossConfig
 from trajectory.micro_step import MicroStep
 
 pytestmark = pytest.mark.stack

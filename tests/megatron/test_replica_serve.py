@@ -22,7 +22,7 @@ from infra.megatron.replica import Replica
 from infra.sglang.client import EngineClient
 from infra.sglang.launch import engine_command, engine_environment
 from infra.state.blobs import BlobStore
-from trajectory.loss_config import LossConfig
+from trajectory.config import LossConfig
 
 pytestmark = pytest.mark.stack
 

@@ -22,8 +22,8 @@ from typing import Any, Final
 import orjson
 from pydantic import BaseModel, ConfigDict
 
-from activities.episode_runner import task_at
-from activities.grading import grade_preserved
+from activities.episodes.grading import grade_preserved
+from activities.episodes.runner import task_at
 from infra.episodes.grading import EvaluatorFailed, evaluator_of
 from infra.episodes.workspace import WorkspaceUnusable
 from infra.sandbox.bubblewrap import Bubblewrap

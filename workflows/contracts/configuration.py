@@ -76,7 +76,7 @@ class TrajectoryConfig(Contract):
 
 
 class LossConfig(Contract):
-    """Names are those of `trajectory/loss_config.py`; they are checked before a run starts."""
+    """Names are those of `trajectory/config.py`; they are checked before a run starts."""
 
     loss: str = "gspo"
     """`gspo`, `gspo_token`, `grpo` or `cispo` (formulas: `trajectory/loss.py`)."""

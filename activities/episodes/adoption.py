@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from temporalio.client import AsyncActivityCancelledError, AsyncActivityHandle
 from temporalio.service import RPCError, RPCStatusCode
 
-from activities.episode_runner import EpisodeRunner
-from activities.episodes import TOKEN_FILE, Attempt
+from activities.episodes.run import TOKEN_FILE, Attempt
+from activities.episodes.runner import EpisodeRunner
 from activities.services import Services
 from infra.settings import Settings
 

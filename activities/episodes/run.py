@@ -1,7 +1,7 @@
 """`run_episode`: one execution of a harness, for hours, with heartbeats.
 
 The harness runs under a supervisor that outlives this worker. While the activity runs, its task token lies in the
-episode's folder, so that a worker that restarts here goes on with the same attempt (`activities.adoption`).
+episode's folder, so that a worker that restarts here goes on with the same attempt (`activities.episodes.adoption`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from temporalio import activity
 from temporalio.exceptions import ApplicationError
 
 from activities.beating import beating
-from activities.episode_runner import EpisodeRunner
+from activities.episodes.runner import EpisodeRunner
 from activities.services import Services
 from infra.harness.harness import HarnessUnavailable
 from infra.tasks.harbor import TaskInvalid

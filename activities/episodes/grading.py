@@ -13,7 +13,7 @@ from temporalio import activity
 from temporalio.exceptions import ApplicationError
 
 from activities.beating import beating
-from activities.episode_runner import task_at
+from activities.episodes.runner import task_at
 from activities.services import Services
 from infra.episodes.grading import EvaluatorFailed, evaluator_of, grade
 from infra.episodes.grading import Verdict as Graded
