@@ -1,8 +1,8 @@
 """The training half of a step: micro-steps to whoever trains, and the update once each is in exactly one gradient sum.
 
-It alone arbitrates claims (`workflows.scheduling.gradient_ledger` holds who has what). Invariant: nothing here waits for a trainer
-that has been declared lost; what it had waits again for the others, and only the core of that moment is ever asked for
-the update. It knows groups by their results, and nothing of episodes.
+It alone arbitrates claims (`workflows.scheduling.gradient_ledger` holds who has what). Invariant: nothing here waits
+for a trainer that has been declared lost; what it had waits again for the others, and only the core of that moment is
+ever asked for the update. It knows groups by their results, and nothing of episodes.
 """
 
 from __future__ import annotations

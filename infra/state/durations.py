@@ -1,7 +1,7 @@
 """How long a step's episodes have run and took, in Redis: what forecasts of its tail are made from.
 
-Hashes by episode, so that an activity that runs twice writes the same. It counts nothing (`infra.state.demand` does), and
-knows nothing of forecasts.
+Hashes by episode, so that an activity that runs twice writes the same. It counts nothing (`infra.state.demand` does),
+and knows nothing of forecasts.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ class Runs:
     async def __call__(
         self, harness: ShellHarness, *, restarts: int = 1, answers: int = 1, **changes: object
     ) -> EpisodeExit:
-        self._monkeypatch.setattr(episode_runner, "harness_named", lambda name, folder: harness)
+        self._monkeypatch.setattr(runner, "harness_named", lambda name, folder: harness)
         values: dict[str, object] = {
             "run": "run",
             "step": 0,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from infra.megatron.model import model
+from infra.megatron.model import model  # noqa: F401 - installs the shim, which must precede megatron
 from infra.megatron.model.attention import PackedRuns, TorchCoreAttention
 from infra.megatron.model.pack import Pack, Runs
 

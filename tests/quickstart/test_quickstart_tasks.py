@@ -200,6 +200,7 @@ def test_a_build_with_other_pauses_is_the_same_instance() -> None:
 
 
 def test_the_generator_needs_no_torch() -> None:
-    code = "import sys, infra.quickstart.tasks, infra.quickstart.demonstrations, infra.quickstart.prepare; print(*sys.modules)"
+    modules = "infra.quickstart.tasks, infra.quickstart.demonstrations, infra.quickstart.prepare"
+    code = f"import sys, {modules}; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "transformers", "numpy"} & set(loaded)

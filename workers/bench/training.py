@@ -7,8 +7,8 @@ the same run to trajectories that share nothing. CPU time of whole ``Replica.tra
 repetition; the median of what a form took relative to one reference form, which runs before and after each: what else
 the machine does slows both. That both ways of a form give the same gradient is checked in the same run.
 
-Importing it prepares this process for Megatron (``infra.megatron.model.cpu_shim``), and measuring leaves the process keeping
-the memory that it frees: for a process that then ends.
+Importing it prepares this process for Megatron (``infra.megatron.model.cpu_shim``), and measuring leaves the process
+keeping the memory that it frees: for a process that then ends.
 """
 
 from __future__ import annotations

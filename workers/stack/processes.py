@@ -1,8 +1,8 @@
 """The processes of the local stack: their command lines, environments, order and readiness.
 
-Pure description; `workers.stack.supervisor` starts and supervises them. Everything listens on ``settings.host`` only, except
-the data ports of Mooncake (in each replica; with a KV store in each engine and its segment), which bind every interface
-whatever they are told.
+Pure description; `workers.stack.supervisor` starts and supervises them. Everything listens on ``settings.host`` only,
+except the data ports of Mooncake (in each replica; with a KV store in each engine and its segment), which bind every
+interface whatever they are told.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A discrete-event simulation of a run: the policies, the gradient ledger and the rules of production, without servers.
 
-What decides is production's own code: `workflows.scheduling.policies.decide` on a `PoolView`, and `GradientLedger`, with claims
-cut as `gyre.Step` cuts them. What it decides about is simulated: serving cells give their places to the oldest step
-first, a cell changes role in the measured time, a trainer stays with its step until that is closed, an update waits for
-every micro-step, step k opens when k − trained version ≤ ``max_staleness``.
+What decides is production's own code: `workflows.scheduling.policies.decide` on a `PoolView`, and `GradientLedger`,
+with claims cut as `gyre.Step` cuts them. What it decides about is simulated: serving cells give their places to the
+oldest step first, a cell changes role in the measured time, a trainer stays with its step until that is closed, an
+update waits for every micro-step, step k opens when k − trained version ≤ ``max_staleness``.
 
 Deterministic: the same inputs give the same run. It knows nothing of tokens one by one, prefixes or the network.
 """

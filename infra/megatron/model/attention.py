@@ -1,11 +1,10 @@
 # mypy: disallow-subclassing-any=False
 """Core attention over packs of trajectories that share prefixes, where each shared key and value is computed once.
 
-``TorchCoreAttention`` runs on CPU: per piece of the pack (``infra.megatron.model.pack``) torch's flash kernel attends to the
-queries' own keys, causally, and to each earlier span whole; the parts are merged by their log-sum-exp. The backward
-pass gives every part the merged output and log-sum-exp, from which the kernel recomputes that part's share of the
-probabilities, and the gradients of shared keys and values add up where they lie. Nothing of size s x s exists.
-
+``TorchCoreAttention`` runs on CPU: per piece of the pack (``infra.megatron.model.pack``) torch's flash kernel attends
+to the queries' own keys, causally, and to each earlier span whole; the parts are merged by their log-sum-exp. The
+backward pass gives every part the merged output and log-sum-exp, from which the kernel recomputes that part's share of
+the probabilities, and the gradients of shared keys and values add up where they lie. Nothing of size s x s exists.
 ``bottom_right`` builds the same for Transformer Engine: keys and values gathered along each path, one causal call with
 more keys than queries. Invariant: a token sees the tokens before it in its own trajectory and itself, whatever else is
 in the pack. Knows nothing of weights or of what is trained.

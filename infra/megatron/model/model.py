@@ -2,8 +2,8 @@
 
 One idea: the shape decides the architecture, the machine decides the modules (Transformer Engine with CUDA, plain
 torch without), the world decides which part this rank has, and the rest of gyre sees one function from packed token
-ids to target log-probs, the same on every rank. Weights are not read here (``infra.megatron.model.weights``), nothing is
-trained here (``infra.megatron.replica``).
+ids to target log-probs, the same on every rank. Weights are not read here (``infra.megatron.model.weights``), nothing
+is trained here (``infra.megatron.replica``).
 """
 
 from __future__ import annotations
