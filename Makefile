@@ -1,4 +1,8 @@
-PYTHON ?= python3.11
+# Unset, PYTHON and TORCH mean what .venv has; for a new one the newest Python that is found, and torch's CPU build.
+PYTHON ?=
+TORCH ?=
+# Has torch's CPU build where pip (or uv), as it is set up, finds none. TORCH=default: the ordinary build, for CUDA too.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 VENV := .venv
 BIN := $(VENV)/bin
 DEBIAN := bubblewrap socat libibverbs1 libnuma1 libcurl4
@@ -8,7 +12,7 @@ export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: train test test-harnesses check install debian nodejs clean
+.PHONY: train test test-harnesses check install debian asked nodejs clean
 
 train: install
 	$(BIN)/gyre quickstart $(ARGS)
@@ -29,15 +33,25 @@ install: debian $(VENV)/.installed
 
 # Where it runs as root, the Debian packages come along; elsewhere `gyre doctor` names what is missing.
 debian:
-	@if [ "$$(id -u)" = 0 ] && ! dpkg -s $(DEBIAN) >/dev/null 2>&1; then \
-	  apt-get update -qq && apt-get install -y -qq $(DEBIAN); fi
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  for package in $(DEBIAN); do dpkg -s $$package >/dev/null 2>&1 || dpkg -s $${package}t64 >/dev/null 2>&1 || \
+	    { apt-get update -qq && apt-get install -y -qq $(DEBIAN); break; }; done; fi
 
-$(VENV)/.installed: requirements.lock pyproject.toml
-	@command -v $(PYTHON) >/dev/null || { echo "gyre needs Python 3.11: set PYTHON to its name"; exit 2; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements.lock
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
-	touch $@
+# Each candidate is run: a name alone proves nothing (a shim of pyenv, a Python without venv).
+PYTHONS := $(or $(PYTHON),$(BIN)/python python3.13 python3.12 python3.11 python3)
+USABLE := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
+INSTALL = for python in $(PYTHONS); do if $$python -c '$(USABLE)' 2>/dev/null; then \
+  exec $$python -I infra/install.py $(VENV) --torch="$(TORCH)" --torch-index="$(TORCH_INDEX)"; fi; done
+
+$(VENV)/.installed: requirements.lock requirements-cuda.lock pyproject.toml infra/install.py $(if $(PYTHON)$(TORCH),asked)
+	@$(INSTALL); \
+	if [ -z "$(PYTHON)" ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  apt-get update -qq && apt-get install -y -qq python3 python3-venv; $(INSTALL); fi; \
+	echo "gyre needs Python 3.11, 3.12 or 3.13 with venv and ensurepip, which is none of: $(PYTHONS)." \
+	  "Install one (Debian, Ubuntu: python3 python3-venv), or name it: make PYTHON=..." >&2; exit 2
+
+# What is named is compared with what is installed, each time.
+asked:
 
 .gyre-harness/%/.installed: infra/harness/install.py | $(VENV)/.installed nodejs
 	$(BIN)/python -m infra.harness.install $* --into .gyre-harness/$*
