@@ -12,7 +12,7 @@ export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: train test test-harnesses check install debian asked nodejs clean
+.PHONY: train test test-harnesses check bench install debian asked nodejs clean
 
 train: install
 	$(BIN)/gyre quickstart $(ARGS)
@@ -28,6 +28,10 @@ check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# NAME is one of proxy, trajectory, elastic, migration; ARGS="--help" tells its options.
+bench: install
+	@$(BIN)/python -m tests.bench $(NAME) $(ARGS)
 
 install: debian $(VENV)/.installed
 

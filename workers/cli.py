@@ -26,7 +26,6 @@ from temporalio.service import RPCError, RPCStatusCode
 
 from infra.settings import Settings
 from infra.temporal import TemporalUnreachable, connect
-from workers.bench.command import bench_elastic, bench_migration, bench_proxy, bench_trajectory
 from workers.errors import UsageError
 from workers.leaving import leave
 from workers.printing import Json, RunName, console, show
@@ -42,8 +41,6 @@ submit = typer.Typer(no_args_is_help=True, help="Submit a run, or a step of a ru
 app.add_typer(submit, name="submit")
 harness = typer.Typer(no_args_is_help=True, help="The harnesses that gyre runs: list, install, check.")
 app.add_typer(harness, name="harness")
-bench = typer.Typer(no_args_is_help=True, help="Measure parts of gyre against stated limits.")
-app.add_typer(bench, name="bench")
 
 P = ParamSpec("P")
 
@@ -341,12 +338,8 @@ async def harness_check(
         raise typer.Exit(1)
 
 
-# --- benchmarks ---------------------------------------------------------------------------------------------------
+# --- foresight and sight ------------------------------------------------------------------------------------------
 
-bench.command("proxy")(command(bench_proxy))
-bench.command("trajectory")(command(bench_trajectory))
-bench.command("elastic")(command(bench_elastic))
-bench.command("migration")(command(bench_migration))
 app.command("simulate")(command(simulate))
 app.command("why")(command(why))
 

@@ -19,7 +19,7 @@ from infra.kv_store.client import StoreAddress, StoreClient
 from infra.kv_store.layout import cache_salt, object_name, page_digests, root_digest
 from infra.kv_store.processes import master_command, segment_command
 from infra.settings import Settings
-from workers.bench.cells import free_pair
+from tests.bench.cells import free_pair
 from workers.stack.doctor import Finding, examine
 
 pytestmark = pytest.mark.stack

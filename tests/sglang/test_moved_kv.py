@@ -8,7 +8,7 @@ import random
 import pytest
 
 from infra.sglang.client import EngineClient
-from workers.bench.migration import FIRST, SECOND, SMALL, Plan, started
+from tests.bench.migration import FIRST, SECOND, SMALL, Plan, started
 from workers.quickstart import prepare
 
 pytestmark = pytest.mark.stack

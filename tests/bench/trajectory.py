@@ -1,7 +1,7 @@
-"""`gyre bench trajectory`, its first half: how fast a step's call records become micro-steps, and in how much memory.
+"""`bench trajectory`, its first half: how fast a step's call records become micro-steps, and in how much memory.
 
-The episodes of a step are made group by group (``workers.bench.synthetic_episodes``), encoded as they lie in the store,
-and handed to a process that does nothing else (``workers.bench.group_process``). It knows nothing of training.
+The episodes of a step are made group by group (``tests.bench.synthetic_episodes``), encoded as they lie in the store,
+and handed to a process that does nothing else (``tests.bench.group_process``). It knows nothing of training.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
-from workers.bench.synthetic_episodes import EpisodeShape, encoded_episode
+from tests.bench.synthetic_episodes import EpisodeShape, encoded_episode
 from workers.errors import UsageError
 
 TOKENS_PER_CPU_S = 8e6
@@ -50,7 +50,7 @@ def measure(plan: Plan) -> dict[str, Any]:
     shape = EpisodeShape(tokens=plan.tokens)
     order = {"trajectory": {"cap": plan.cap, "token_budget": plan.token_budget, "share_prefixes": True}}
     results = []
-    command = [sys.executable, "-m", "workers.bench.group_process"]
+    command = [sys.executable, "-m", "tests.bench.group_process"]
     with (
         tempfile.TemporaryDirectory(prefix="gyre-bench-") as folder,
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process,
@@ -110,7 +110,7 @@ def describe(result: dict[str, Any]) -> str:
 
 
 def describe_training(result: dict[str, Any]) -> str:
-    """The second half (``workers.bench.training``) in lines for people."""
+    """The second half (``tests.bench.training``) in lines for people."""
     limits = result["limits"]
     lines = [
         f"{row['windows']} windows, {_cap(row)}, prefixes {row['prefixes']}: {row['tokens']:,} tokens in "

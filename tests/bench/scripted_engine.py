@@ -1,4 +1,4 @@
-"""A stand-in for an engine, for benchmarks: ``python -m workers.bench.scripted_engine``. No model, no tokens read.
+"""A stand-in for an engine, for benchmarks: ``python -m tests.bench.scripted_engine``. No model, no tokens read.
 
 It answers SGLang's ``/generate`` with one of a few turns, tokenised beforehand, so that what is measured is the proxy.
 Its HTTP is the little that the proxy's engine client speaks. Prints ``{"port": N}`` when it listens. ``GET /spent``

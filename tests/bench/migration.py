@@ -1,4 +1,4 @@
-"""`gyre bench migration`: what becomes of a prefix's KV when its call moves to another cell. Everything in it is real.
+"""`bench migration`: what becomes of a prefix's KV when its call moves to another cell. Everything in it is real.
 
 Episodes with long prefixes are in the middle of a turn when their cell is drained. What the proxy's own records say of
 the moved prefixes is held against limits: at the same weights they come from the store, at other weights nothing does.
@@ -34,9 +34,9 @@ from infra.kv_store.layout import cache_salt, namespace, read_config
 from infra.sglang.client import EngineClient
 from infra.state import keys
 from proxy.calls.recorder import as_bytes
+from tests.bench.cells import CONTEXT, Cells
+from tests.bench.parts import Parts
 from trajectory.records import CallRecord, decode_chain
-from workers.bench.cells import CONTEXT, Cells
-from workers.bench.parts import Parts
 from workers.errors import UsageError
 
 SHARE = 0.9

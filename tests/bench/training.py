@@ -32,10 +32,10 @@ from torch import Tensor
 from infra.megatron.config import OptimizerConfig
 from infra.megatron.model.pack import Runs
 from infra.megatron.replica import Replica
+from tests.bench.synthetic_episodes import EpisodeShape, encoded_episode
 from trajectory.micro_step import MicroStep
 from trajectory.process import EpisodeInput, TrajectoryConfig, process_group
 from trajectory.records import decode_chain
-from workers.bench.synthetic_episodes import EpisodeShape, encoded_episode
 
 CAP: Final = 5
 PUBLISHED_CAP_SAVING: Final = 0.252

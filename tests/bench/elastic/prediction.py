@@ -1,7 +1,7 @@
-"""What the simulator says of the steps that ``gyre bench elastic`` has measured, from the trace of one policy's runs.
+"""What the simulator says of the steps that ``bench elastic`` has measured, from the trace of one policy's runs.
 
 The trace is of runs in which the episodes of a step had all cells (`colocate`, where it was measured). What cells cost
-is measured over all runs (``elastic_history``). Every policy is then simulated on the same episodes: no length of an
+is measured over all runs (``history``). Every policy is then simulated on the same episodes: no length of an
 episode or of a step of its own is used.
 """
 
@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from activities.trajectories import unpack_records
 from infra.state.blobs import BlobStore
+from tests.bench.elastic.history import Costs
 from trajectory.records import decode_chain
-from workers.bench.elastic_history import Costs
 from workers.records.episodes import sealed_episodes
 from workers.simulate.export import export_trace
 from workers.simulate.trace import TracedEpisode, read_trace, steps_of

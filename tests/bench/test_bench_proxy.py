@@ -1,4 +1,4 @@
-"""`gyre bench proxy` at a reduced size: what it says is measured is measured, and no count is off."""
+"""`bench proxy` at a reduced size: what it says is measured is measured, and no count is off."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from workers.bench.conversation import DIALECTS
-from workers.bench.scripted_engine import turns
-from workers.bench.texts import SPECIAL, VOCABULARY, ToolOutputs, tokenizer_file
+from tests.bench.conversation import DIALECTS
+from tests.bench.scripted_engine import turns
+from tests.bench.texts import SPECIAL, VOCABULARY, ToolOutputs, tokenizer_file
 
 ROOT = Path(__file__).parents[2]
 TIMED = ("latency_short", "latency_long")
@@ -28,7 +28,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("dialect", sorted(DIALECTS))
 def test_the_proxy_holds_its_limits_at_a_reduced_size(dialect: str, cache: Path) -> None:
     (cache / ".cache").mkdir(exist_ok=True)
-    command = [str(Path(sys.executable).parent / "gyre"), "bench", "proxy", "--small", "--dialect", dialect, "--json"]
+    command = [sys.executable, "-m", "tests.bench", "proxy", "--small", "--dialect", dialect, "--json"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     ended = subprocess.run(
         command, cwd=cache, env=environment, capture_output=True, text=True, timeout=120, check=False
@@ -69,6 +69,9 @@ def test_tool_outputs_have_the_size_that_is_asked_for_and_differ() -> None:
 
 
 def test_an_unknown_dialect_is_a_fault_of_use(tmp_path: Path) -> None:
-    command = [str(Path(sys.executable).parent / "gyre"), "bench", "proxy", "--dialect", "smoke-signals"]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    command = [sys.executable, "-m", "tests.bench", "proxy", "--dialect", "smoke-signals"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
     assert ended.returncode == 2 and "openai_chat, anthropic" in ended.stderr

@@ -1,10 +1,10 @@
-"""The training half of `gyre bench trajectory`: what it counts, how it prices, and what it finds at a small size."""
+"""The training half of `bench trajectory`: what it counts, how it prices, and what it finds at a small size."""
 
 from __future__ import annotations
 
 import pytest
 
-from workers.bench.training import SMALL, Plan, _cost, _fitted, measure
+from tests.bench.training import SMALL, Plan, _cost, _fitted, measure
 
 PRICES = (0.01, 5e-5, 8e-8, 2e-5)
 

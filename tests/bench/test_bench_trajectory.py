@@ -1,4 +1,4 @@
-"""`gyre bench trajectory` at a reduced size, and the episodes that it is made of."""
+"""`bench trajectory` at a reduced size, and the episodes that it is made of."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.bench.synthetic_episodes import EpisodeShape, encoded_episode
 from trajectory.kinds import classify
 from trajectory.process import EpisodeInput, TrajectoryConfig, process_group
 from trajectory.records import decode_chain
 from trajectory.tree import EpisodeTree
 from trajectory.verify import verify_provenance
-from workers.bench.synthetic_episodes import EpisodeShape, encoded_episode
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,7 +45,7 @@ def test_every_target_of_a_synthetic_group_is_proven() -> None:
 
 
 def test_the_processor_holds_its_limits_at_a_reduced_size() -> None:
-    command = [str(Path(sys.executable).parent / "gyre"), "bench", "trajectory", "--json"]
+    command = [sys.executable, "-m", "tests.bench", "trajectory", "--json"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     ended = subprocess.run(
         [*command, "--episodes", "6", "--group-size", "4", "--no-training"],

@@ -1,4 +1,4 @@
-"""The parts of `gyre bench elastic` without a stack: its work, its scripted harness, its arithmetic, its judgement."""
+"""The parts of `bench elastic` without a stack: its work, its scripted harness, its arithmetic, its judgement."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 
 from infra.harness.registry import NAMES, harness_named
 from infra.tasks.harbor import list_tasks, load_task
-from workers.bench.elastic import Plan, judged
-from workers.bench.elastic_history import Activity, History, switches
-from workers.bench.elastic_prediction import Call, Traced, speed_law
-from workers.bench.elastic_tasks import PLAN, Shape, Step, draw_step, session_of, warm_up, write_tasks
-from workers.cli import app
+from tests.bench.__main__ import app
+from tests.bench.elastic.bench import Plan, judged
+from tests.bench.elastic.history import Activity, History, switches
+from tests.bench.elastic.prediction import Call, Traced, speed_law
+from tests.bench.elastic.tasks import PLAN, Shape, Step, draw_step, session_of, warm_up, write_tasks
 from workers.simulate.trace import TracedEpisode
 
 
@@ -118,8 +118,8 @@ def test_the_speed_alone_is_found_from_calls_in_more_and_less_company(alone: flo
                 calls.append(Call(at, call))
                 at += tools + call
     active_s = sum(tools + call.seconds for call in calls)
-    episode = TracedEpisode(run="r", step=1, group=0, task="t", start=0.0, active_s=active_s, wall_s=active_s)
-    found = speed_law([Traced([episode], calls)], cells=1, capacity=8)
+    traced = TracedEpisode(run="r", step=1, group=0, task="t", start=0.0, active_s=active_s, wall_s=active_s)
+    found = speed_law([Traced([traced], calls)], cells=1, capacity=8)
     full = tools + answered_s(8, tools, alone, slope)
     assert found.solo_speedup == pytest.approx(full / (tools + alone), rel=0.05)
     assert found.tool_share == pytest.approx(tools / full, rel=0.05)
@@ -148,7 +148,7 @@ def test_async_stands_for_every_static_split() -> None:
 
 
 def test_a_policy_that_does_not_exist_is_refused_before_anything_starts() -> None:
-    result = CliRunner().invoke(app, ["bench", "elastic", "--policies", "predictive,fast"])
+    result = CliRunner().invoke(app, ["elastic", "--policies", "predictive,fast"])
     assert result.exit_code == 2
     assert "'fast'" in result.stderr
     assert "watermark" in result.stderr

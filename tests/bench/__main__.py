@@ -1,10 +1,14 @@
-"""The options of `gyre bench`. What is measured is imported when it is run."""
+"""The benches: ``python -m tests.bench NAME``, as `make bench` runs them. What is measured is imported when it is run.
+
+A bench holds parts of gyre against stated limits. Exit code 1 when a limit doesn't hold, 2 for a fault of use.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import math
+import os
 import signal
 import tempfile
 from collections.abc import Callable
@@ -14,7 +18,17 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from workers.cli import command
 from workers.errors import UsageError
+from workers.leaving import leave
+
+CHECKOUT = Path(__file__).parents[2]
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Measure parts of gyre against stated limits.",
+)
 
 
 def _report(result: dict[str, Any], show: Callable[[dict[str, Any], Console], None], *, as_json: bool) -> None:
@@ -27,6 +41,8 @@ def _report(result: dict[str, Any], show: Callable[[dict[str, Any], Console], No
         raise typer.Exit(1)
 
 
+@app.command("proxy")
+@command
 async def bench_proxy(
     *,
     turns: Annotated[int, typer.Option(min=10, help="Turns of the long episode.")] = 300,
@@ -37,13 +53,15 @@ async def bench_proxy(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """What the proxy costs, with a scripted engine. Exit code 1 when a limit doesn't hold."""
-    from workers.bench.proxy import CACHE, SMALL, Plan, measure, print_bench
+    from tests.bench.proxy import CACHE, SMALL, Plan, measure, print_bench
 
     sizes = SMALL if small else {"turns": turns, "tokens": tokens, "episodes": episodes}
     result = await measure(Plan.model_validate({**sizes, "dialect": dialect}), CACHE)
     _report(result, print_bench, as_json=as_json)
 
 
+@app.command("trajectory")
+@command
 async def bench_trajectory(
     *,
     episodes: Annotated[int, typer.Option(min=2, help="Episodes of the synthetic step.")] = 16,
@@ -56,7 +74,7 @@ async def bench_trajectory(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """What trajectories cost: from call records to micro-steps, and to train. Exit code 1 when a limit doesn't hold."""
-    from workers.bench import trajectory
+    from tests.bench import trajectory
 
     if full or small:
         episodes, group_size = (trajectory.FULL, 16) if full else (trajectory.SMALL, trajectory.SMALL)
@@ -64,7 +82,7 @@ async def bench_trajectory(
     result = {"processor": await asyncio.to_thread(trajectory.measure, plan)}
     lines = [trajectory.describe(result["processor"])]
     if training:
-        from workers.bench import training as passes  # torch: only now
+        from tests.bench import training as passes  # torch: only now
 
         sizes = passes.Plan.model_validate(passes.SMALL if small else {})
         result["training"] = await asyncio.to_thread(passes.measure, sizes)
@@ -77,6 +95,8 @@ async def bench_trajectory(
     )
 
 
+@app.command("elastic")
+@command
 async def bench_elastic(
     *,
     policies: Annotated[
@@ -93,7 +113,7 @@ async def bench_elastic(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Elastic scheduling against Colocate and static splits, on cells with quotas. Exit code 1 when a limit fails."""
-    from workers.bench.elastic import SMALL, Bench, Plan, show_result
+    from tests.bench.elastic.bench import SMALL, Bench, Plan, show_result
     from workers.quickstart import prepare
     from workflows.scheduling.policies import POLICIES
 
@@ -120,6 +140,8 @@ async def bench_elastic(
     _report(result, show_result, as_json=as_json)
 
 
+@app.command("migration")
+@command
 async def bench_migration(
     *,
     episodes: Annotated[int, typer.Option(min=1, max=10, help="Episodes that are in the middle of a turn.")] = 6,
@@ -128,7 +150,7 @@ async def bench_migration(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """What a prefix's KV does when its call moves to another cell. Exit code 1 when a limit doesn't hold."""
-    from workers.bench.migration import SMALL, Plan, measure, print_bench  # torch: only now
+    from tests.bench.migration import SMALL, Plan, measure, print_bench  # torch: only now
     from workers.quickstart import prepare
 
     told = Console(stderr=True, soft_wrap=True)
@@ -141,3 +163,18 @@ async def bench_migration(
     except asyncio.CancelledError:
         raise typer.Exit(128 + signal.SIGTERM) from None
     _report(result, print_bench, as_json=as_json)
+
+
+def main() -> None:
+    # the processes of a bench find its parts too, wherever they start
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(CHECKOUT), os.environ.get("PYTHONPATH"))))
+    code = 0
+    try:
+        app(prog_name="bench")
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 1
+    leave(code)
+
+
+if __name__ == "__main__":
+    main()

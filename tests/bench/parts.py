@@ -77,7 +77,7 @@ class Parts:
 
     async def engine(self, cell: str, *, delay_s: float = 0.0) -> int:
         """Start a scripted engine as the one open cell; its port."""
-        command = [sys.executable, "-m", "workers.bench.scripted_engine", "--tokenizer", str(self.tokenizer.absolute())]
+        command = [sys.executable, "-m", "tests.bench.scripted_engine", "--tokenizer", str(self.tokenizer.absolute())]
         process = self._start([*command, "--delay", str(delay_s)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert process.stdout is not None
         line = await asyncio.wait_for(asyncio.to_thread(process.stdout.readline), START_S)

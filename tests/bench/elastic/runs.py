@@ -1,4 +1,4 @@
-"""Runs of ``gyre bench elastic``: a stack of its own, and one short run for each policy and round on its cells.
+"""Runs of ``bench elastic``: a stack of its own, and one short run for each policy and round on its cells.
 
 A run's first step is a warm-up and isn't measured: it leaves the cells as a step leaves them, whatever run was before.
 """

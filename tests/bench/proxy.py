@@ -1,4 +1,4 @@
-"""`gyre bench proxy`: what the proxy costs, against tokenising again what it already knows, in one run.
+"""`bench proxy`: what the proxy costs, against tokenising again what it already knows, in one run.
 
 Every figure that has a limit is a ratio to something measured in the same run, a latency without the engine, or a
 count. The parts are real (proxy processes, Valkey, HTTP over loopback) but the engine, which is scripted.
@@ -24,10 +24,10 @@ from tokenizers import Tokenizer
 
 from infra.state import keys
 from proxy.calls.recorder import as_bytes
+from tests.bench.conversation import DIALECTS, Conversation
+from tests.bench.parts import Client, Parts, Process
+from tests.bench.texts import ToolOutputs, tokenizer_file
 from trajectory.records import decode_chain
-from workers.bench.conversation import DIALECTS, Conversation
-from workers.bench.parts import Client, Parts, Process
-from workers.bench.texts import ToolOutputs, tokenizer_file
 from workers.errors import UsageError
 
 FULL_TOKENS = 700_000

@@ -1,4 +1,4 @@
-"""The measured process of `gyre bench trajectory`: encoded records of one group after another into micro-steps.
+"""The measured process of `bench trajectory`: encoded records of one group after another into micro-steps.
 
 Reads JSON lines on standard input, each naming a file of a group's records; answers each with a line of what it took.
 Reading the file is not counted, decoding and checking the chain are. The memory is the process's own: nothing else

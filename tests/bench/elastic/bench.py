@@ -1,11 +1,11 @@
-"""``gyre bench elastic``: the scheduling policies on real cells, side by side, and what the simulator says of them.
+"""``bench elastic``: the scheduling policies on real cells, side by side, and what the simulator says of them.
 
 Every cell is held to its CPU quota; the policies take turns on the same stack, in a seeded order for each round, each
 on the same seeded episodes; what counts is the median wall time of a step. The baseline is the better of `colocate` and
 the best static split of all that are possible, found by measuring each.
 
-It does not know how a run is made (``elastic_runs``), what work there is (``elastic_tasks``) or how costs are measured
-(``elastic_history``).
+It does not know how a run is made (``runs``), what work there is (``tasks``) or how costs are measured
+(``history``).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from temporalio.client import Client
 
 from infra.quota import left_over
 from infra.state.blobs import BlobStore
-from workers.bench import elastic_runs as runs
-from workers.bench.elastic_history import StepCosts, Switches, costs_of, history_of, step_costs, switches
-from workers.bench.elastic_prediction import compared, pool_model, predicted_s, speed_law, trace_of
-from workers.bench.elastic_tasks import Shape, Step, draw_step, warm_up, write_tasks
+from tests.bench.elastic import runs
+from tests.bench.elastic.history import StepCosts, Switches, costs_of, history_of, step_costs, switches
+from tests.bench.elastic.prediction import compared, pool_model, predicted_s, speed_law, trace_of
+from tests.bench.elastic.tasks import Shape, Step, draw_step, warm_up, write_tasks
 from workers.errors import UsageError
 from workers.stack.processes import quota_name
 from workflows import names

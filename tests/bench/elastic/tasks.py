@@ -1,4 +1,4 @@
-"""The work of ``gyre bench elastic``: steps of seeded episodes with a long tail, as tasks for the paced harness.
+"""The work of ``bench elastic``: steps of seeded episodes with a long tail, as tasks for the paced harness.
 
 What an episode does (turns, words of context, seconds of tool time) is drawn here and not left to the policy, so every
 scheduling policy gets the same work, whatever its weights sample. Most tasks are alike; those of the tail take several
