@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Final
 
@@ -12,7 +13,6 @@ from infra.harness.harness import Harness, HarnessUnavailable
 from infra.harness.mini_adapter import Mini
 from infra.harness.mini_swe_agent import MiniSweAgent
 from infra.harness.opencode import OpenCode
-from infra.harness.paced_adapter import Paced
 from infra.harness.qwen_code import QwenCode
 
 DEFAULT_FOLDER: Final = Path(".gyre-harness")
@@ -27,15 +27,16 @@ _HARNESSES: Final[Mapping[str, Callable[[Path], Harness]]] = {
     "qwen-code": lambda folder: QwenCode(folder / "qwen-code"),
 }
 
-NAMES: Final = tuple(sorted(_HARNESSES))
+GROUP: Final = "gyre.harnesses"
+"""Entry points of packages that bring more."""
 
-_SCRIPTED: Final[Mapping[str, Callable[[Path], Harness]]] = {"bench-paced": lambda folder: Paced()}
-"""For benchmarks, which write tasks for it: no choice for a run, and so not listed."""
+NAMES: Final = tuple(sorted(_HARNESSES))
 
 
 def harness_named(name: str, folder: Path = DEFAULT_FOLDER) -> Harness:
     """The harness of that name; ``folder`` holds the installed ones. Raises HarnessUnavailable for an unknown name."""
-    known = {**_HARNESSES, **_SCRIPTED}
-    if name not in known:
-        raise HarnessUnavailable(f"there is no harness {name!r}; there are {', '.join(NAMES)}")
-    return known[name](folder)
+    if name in _HARNESSES:
+        return _HARNESSES[name](folder)
+    for brought in entry_points(group=GROUP, name=name):
+        return brought.load()(folder / name)  # type: ignore[no-any-return]
+    raise HarnessUnavailable(f"there is no harness {name!r}; there are {', '.join(NAMES)}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
 import signal
 import tempfile
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from tests.bench.processes import add_to_path
 from workers.cli import command
 from workers.errors import UsageError
 from workers.leaving import leave
@@ -166,8 +166,7 @@ async def bench_migration(
 
 
 def main() -> None:
-    # the processes of a bench find its parts too, wherever they start
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(CHECKOUT), os.environ.get("PYTHONPATH"))))
+    add_to_path(CHECKOUT)
     code = 0
     try:
         app(prog_name="bench")

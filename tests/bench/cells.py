@@ -29,7 +29,7 @@ from infra.sglang.launch import engine_command, engine_environment
 from infra.sglang.weights import checkpoint_shapes
 from infra.state.keys import Route
 from infra.state.routes import get_route, set_route
-from tests.bench.parts import free_port
+from tests.bench.processes import free_port
 from workers.errors import UsageError
 
 HOST = "127.0.0.1"

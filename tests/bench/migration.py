@@ -35,7 +35,7 @@ from infra.sglang.client import EngineClient
 from infra.state import keys
 from proxy.calls.recorder import as_bytes
 from tests.bench.cells import CONTEXT, Cells
-from tests.bench.parts import Parts
+from tests.bench.processes import Parts
 from trajectory.records import CallRecord, decode_chain
 from workers.errors import UsageError
 

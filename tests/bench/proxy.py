@@ -25,7 +25,7 @@ from tokenizers import Tokenizer
 from infra.state import keys
 from proxy.calls.recorder import as_bytes
 from tests.bench.conversation import DIALECTS, Conversation
-from tests.bench.parts import Client, Parts, Process
+from tests.bench.processes import Client, Parts, Process
 from tests.bench.texts import ToolOutputs, tokenizer_file
 from trajectory.records import decode_chain
 from workers.errors import UsageError

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -10,11 +13,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from infra.harness.harness import HarnessUnavailable
 from infra.harness.registry import NAMES, harness_named
 from infra.tasks.harbor import list_tasks, load_task
-from tests.bench.__main__ import app
+from tests.bench.__main__ import CHECKOUT, app
 from tests.bench.elastic.bench import Plan, judged
 from tests.bench.elastic.history import Activity, History, switches
+from tests.bench.elastic.paced_harness import PLUGIN, Paced
 from tests.bench.elastic.prediction import Call, Traced, speed_law
 from tests.bench.elastic.tasks import PLAN, Shape, Step, draw_step, session_of, warm_up, write_tasks
 from workers.simulate.trace import TracedEpisode
@@ -68,9 +73,16 @@ def test_every_episode_of_every_run_finds_its_own_turns(tmp_path: Path) -> None:
         assert (session_of("colocate-r0", 0, group, 0) in plan["sessions"]) == (group == 0)
 
 
-def test_the_scripted_harness_is_no_choice_for_a_run() -> None:
-    assert "bench-paced" not in NAMES
-    assert harness_named("bench-paced").name == "bench-paced"
+def test_the_scripted_harness_is_a_choice_only_where_the_benchs_plugin_is_found(tmp_path: Path) -> None:
+    assert Paced.name not in NAMES
+    with pytest.raises(HarnessUnavailable):
+        harness_named(Paced.name, tmp_path)
+    ask = f"from infra.harness.registry import harness_named; print(harness_named({Paced.name!r}).command('', None))"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(CHECKOUT), str(PLUGIN)])}
+    told = subprocess.run(
+        [sys.executable, "-c", ask], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    assert "/gyre/paced.py" in told.stdout
 
 
 def test_switches_are_read_from_a_cells_history_and_a_runs_first_state_is_none() -> None:

@@ -1,25 +1,33 @@
-"""The scripted harness of `gyre bench elastic` as a process: its plan decides what it does, not the policy."""
+"""The scripted harness of `bench elastic` as a process: its plan decides what it does, not the policy."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from scripted_chat_server import ScriptedChatServer, call
 from test_mini_harness import TcpDoor
 
-from infra.harness import paced
+from tests.bench.elastic.paced_harness import Paced
 
-SCRIPT = Path(paced.__file__)
+
+@pytest.fixture
+def script(folder: Path) -> Path:
+    """As it lies in a sandbox, with what it needs beside it."""
+    for bind in Paced(folder).binds():
+        shutil.copy(bind.source, folder)
+    return folder / "paced.py"
 
 
 def test_it_makes_the_turns_of_its_session_whatever_is_answered(
-    folder: Path, chat: Callable[..., ScriptedChatServer]
+    folder: Path, script: Path, chat: Callable[..., ScriptedChatServer]
 ) -> None:
     workspace = folder / "workspace"
     workspace.mkdir()
@@ -31,7 +39,7 @@ def test_it_makes_the_turns_of_its_session_whatever_is_answered(
     began = time.monotonic()
     environment = {"OPENAI_BASE_URL": door.url, "OPENAI_API_KEY": "k", "OPENAI_MODEL": "policy"}
     done = subprocess.run(
-        [sys.executable, "-I", "-S", "-B", str(SCRIPT)],
+        [sys.executable, "-I", "-S", "-B", str(script)],
         cwd=workspace,
         env={**environment, "PATH": os.environ["PATH"], "PACED_SESSION": "mine"},
         capture_output=True,
@@ -49,10 +57,10 @@ def test_it_makes_the_turns_of_its_session_whatever_is_answered(
     assert (workspace / "reward.txt").read_text() == "0.25"
 
 
-def test_without_a_plan_for_its_session_it_says_so(folder: Path) -> None:
+def test_without_a_plan_for_its_session_it_says_so(folder: Path, script: Path) -> None:
     (folder / "plan.json").write_text(json.dumps({"words": ["a"], "sessions": {}, "episodes": []}))
     done = subprocess.run(
-        [sys.executable, "-I", "-S", "-B", str(SCRIPT)],
+        [sys.executable, "-I", "-S", "-B", str(script)],
         cwd=folder,
         env={"OPENAI_BASE_URL": "http://127.0.0.1:1", "OPENAI_API_KEY": "k", "OPENAI_MODEL": "m", "PACED_SESSION": "x"},
         capture_output=True,

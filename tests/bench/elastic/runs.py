@@ -23,6 +23,8 @@ from infra.episodes.launch import Registration
 from infra.episodes.processes import signal_named
 from infra.settings import Settings
 from infra.temporal import connect
+from tests.bench.elastic.paced_harness import PLUGIN, Paced
+from tests.bench.processes import add_to_path
 from workers.errors import UsageError
 from workers.stack.local import busy_ports, down, running_harnesses, up
 from workflows import names
@@ -71,6 +73,7 @@ def free_settings(home: Path, port_base: int | None, **values: object) -> Settin
 @asynccontextmanager
 async def stack(settings: Settings, say: Say) -> AsyncIterator[Client]:
     """A local stack that is there inside the context, and of which nothing is left after it."""
+    add_to_path(PLUGIN)
     try:
         await up(settings, say)
         yield await connect(settings)
@@ -109,7 +112,7 @@ def run_config(
         policy=str(settings.policy),
         tasks=TaskSets(train=str(tasks)),
         task_order="given",
-        harness="bench-paced",
+        harness=Paced.name,
         steps=1,
         tasks_per_step=1,
         group_size=group_size,

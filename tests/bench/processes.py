@@ -187,3 +187,8 @@ class Client:
     def close(self) -> None:
         self._proxy.close()
         self._engine.close()
+
+
+def add_to_path(folder: Path) -> None:
+    """Let the Python processes that are started from now on find what is in a folder, wherever they start."""
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))

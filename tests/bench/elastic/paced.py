@@ -1,4 +1,4 @@
-"""A scripted harness for benchmarks of scheduling: ``python3 -I -S -B paced.py``, with ``mini.py`` beside it.
+"""A scripted harness for the bench of scheduling: ``python3 -I -S -B paced.py``, with ``mini.py`` beside it.
 
 It makes the turns that ``plan.json`` in the workspace gives its session: so many words of context, at most so many
 sampled tokens, so many seconds of tool time. The tokens are sampled for real and stay in the conversation, but nothing
