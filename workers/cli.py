@@ -291,7 +291,7 @@ HarnessName = Annotated[str, typer.Argument(help="Name of the harness.")]
 @harness.command("list")
 @command
 async def harness_list(as_json: Json = False) -> None:
-    """Every harness that gyre knows, the version it is pinned to, and what is missing for it here."""
+    """Every harness that there is, its version, the package that brings it, and what is missing for it here."""
     from workers.harness_check.command import listed
 
     rows = listed(Settings())
@@ -299,7 +299,9 @@ async def harness_list(as_json: Json = False) -> None:
         show(rows)
         return
     for row in rows:
-        console.print(" ".join(filter(None, (row["name"], row["version"], row["missing"] or "ready"))), highlight=False)
+        package = f"({row['package']})" if row["package"] else ""
+        words = (row["name"], row["version"], package, row["missing"] or "ready")
+        console.print(" ".join(filter(None, words)), highlight=False)
 
 
 @harness.command("install")

@@ -3,6 +3,12 @@
 A harness is run unmodified. All that it learns is a session (where the model is, under which key and name, how much
 fits) and the task; whatever it does with them is seen by the model gateway. Each harness is one small file of this
 folder and knows nothing of episodes, and of sandboxes no more than what a path inside is.
+
+A harness of one's own is a package with an entry point in the group ``gyre.harnesses``: the name that a run
+configuration gives, and a class (or function) that takes a folder and returns a ``Harness``. The folder is
+``.gyre-harness/NAME``, for what the package installs there; it need not exist. All members of ``Harness`` are needed
+(class attributes will do for the properties), and ``name`` is the entry point's. Nothing may be started or written
+before the sandbox is: ``check`` says what is missing. ``examples/plugin/`` has one to copy.
 """
 
 from __future__ import annotations
@@ -64,11 +70,13 @@ SIDE_MODEL: Final = "gyre-side"
 
 class Harness(Protocol):
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """That of the registry."""
+        ...
 
     @property
     def version(self) -> str:
-        """The pinned version that gyre knows; empty for gyre's own."""
+        """The pinned version; empty for what has none, like gyre's own."""
         ...
 
     @property
@@ -120,3 +128,8 @@ class Harness(Protocol):
     def check(self) -> None:
         """Raises HarnessUnavailable."""
         ...
+
+
+def missing_members(part: object) -> list[str]:
+    """What an object would need to be a Harness: names, in the order of the protocol."""
+    return [name for name in vars(Harness) if not name.startswith("_") and not hasattr(part, name)]

@@ -15,10 +15,11 @@ from rich.console import Console
 from infra.harness.harness import HarnessUnavailable
 from infra.harness.install import PACKAGES, InstallFailed, install
 from infra.harness.mini_adapter import Mini
-from infra.harness.registry import NAMES, harness_named
+from infra.harness.registry import harness_named, known
 from infra.settings import Settings
 from workers.errors import UsageError
 from workers.harness_check.catalogue import scenarios_of
+from workers.harness_check.hands import HANDS
 from workers.harness_check.scenarios import Report, run_scenario
 from workers.harness_check.world import private_world
 
@@ -30,12 +31,14 @@ async def check(name: str, scenarios: list[str], folder: Path, turns: int = 16) 
         harness.check()
     except HarnessUnavailable as error:
         raise UsageError(str(error)) from error
-    known = scenarios_of(name, turns)
-    if unknown := [scenario for scenario in scenarios if scenario not in known]:
-        raise UsageError(f"{name} has no scenario {unknown[0]!r}; there are {', '.join(known)}")
-    wanted = scenarios or [scenario for scenario in known if not known[scenario].hold_s]
+    if name not in HANDS:
+        raise UsageError(f"{name}: gyre doesn't know its tools, which the scripted policy would have to call")
+    possible = scenarios_of(name, turns)
+    if unknown := [scenario for scenario in scenarios if scenario not in possible]:
+        raise UsageError(f"{name} has no scenario {unknown[0]!r}; there are {', '.join(possible)}")
+    wanted = scenarios or [scenario for scenario in possible if not possible[scenario].hold_s]
     async with private_world() as world:
-        return [await run_scenario(world, harness, known[scenario]) for scenario in wanted]
+        return [await run_scenario(world, harness, possible[scenario]) for scenario in wanted]
 
 
 def as_json(report: Report) -> dict[str, Any]:
@@ -53,16 +56,22 @@ def show_report(console: Console, report: Report) -> None:
 
 
 def listed(settings: Settings) -> list[dict[str, str]]:
-    """Every harness that gyre knows, its version, and what is missing for it here."""
+    """Every harness that there is, its version, the package that brings it, and what is missing for it here. Raises
+    UsageError."""
+    try:
+        packages = known()
+    except HarnessUnavailable as error:
+        raise UsageError(str(error)) from error
     rows = []
-    for name in NAMES:
-        harness = harness_named(name, settings.harnesses)
+    for name, package in packages.items():
+        version = missing = ""
         try:
+            harness = harness_named(name, settings.harnesses)
+            version = harness.version
             harness.check()
-            missing = ""
         except HarnessUnavailable as error:
             missing = str(error)
-        rows.append({"name": name, "version": harness.version, "missing": missing})
+        rows.append({"name": name, "version": version, "package": package, "missing": missing})
     return rows
 
 
