@@ -15,9 +15,9 @@ from proxy.dialects.registry import DIALECTS
 
 HEAD = """# Dialects
 
-The proxy speaks three dialects. Each has a closed table of request fields: *honoured* fields have their effect,
-*ignored* fields are recorded with the call and have none, *refused* fields get a 400 in the provider's words unless
-they are null or have the value named. A field that is in no table is refused. `gyre doctor --dialects` prints the same.
+Each dialect that the proxy speaks has a closed table of request fields: *honoured* fields have their effect, *ignored*
+fields are recorded with the call and have none, *refused* fields get a 400 in the provider's words unless they are null
+or have the value named. A field that is in no table is refused. `gyre doctor --dialects` prints the same.
 """
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from proxy.conversation.requests import ModelRequest, Opening, Turn
 from proxy.errors import GatewayError
@@ -31,6 +31,8 @@ class Dialect(Protocol):
     NAME: str
     PATHS: tuple[str, ...]
     FIELDS: Mapping[str, Field]
+    NEUTRAL: Mapping[str, tuple[Any, ...]]
+    """Values of refused fields that change nothing, and are taken; null always is."""
     PING: bytes
     """What a waiting stream is sent every few seconds."""
 

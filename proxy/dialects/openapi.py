@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from proxy.dialects import anthropic, openai_chat, openai_responses
+from proxy.dialects import anthropic
+from proxy.dialects.registry import DIALECTS
 
 Schema = dict[str, Any]
 
@@ -174,14 +175,22 @@ _RESPONSES: Mapping[str, Schema] = {
 }
 
 
+_COUNTED = "The number of tokens of a prompt"
+_SHAPES: Mapping[str, tuple[str, Mapping[str, Schema], list[str]]] = {
+    "anthropic": ("A turn, in Anthropic's words", _ANTHROPIC, ["messages", "max_tokens"]),
+    "openai_chat": ("A turn, in OpenAI's older words", _CHAT, ["messages"]),
+    "openai_responses": ("A turn, in OpenAI's newer words", _RESPONSES, ["input"]),
+}
+"""Summary, schemas of fields and required fields by dialect; without an entry only the names of fields are told."""
+
+
 def openapi() -> dict[str, Any]:
     """The document, OpenAPI 3.1."""
     asks = {
-        anthropic.PATHS[0]: (anthropic, _ANTHROPIC, ["messages", "max_tokens"], "A turn, in Anthropic's words"),
-        anthropic.COUNT_PATH: (anthropic, _ANTHROPIC, ["messages"], "The number of tokens of a prompt"),
-        openai_chat.PATHS[0]: (openai_chat, _CHAT, ["messages"], "A turn, in OpenAI's older words"),
-        openai_responses.PATHS[0]: (openai_responses, _RESPONSES, ["input"], "A turn, in OpenAI's newer words"),
+        dialect.PATHS[0]: (dialect, *_SHAPES.get(dialect.NAME, (f"A turn, {dialect.NAME}", {}, [])))
+        for dialect in DIALECTS
     }
+    asks[anthropic.COUNT_PATH] = (anthropic, _COUNTED, _ANTHROPIC, ["messages"])
     return {
         "openapi": "3.1.0",
         "info": {
@@ -198,7 +207,7 @@ def openapi() -> dict[str, Any]:
         },
         "paths": {
             path: {"post": _operation(title, _body(dialect.FIELDS, dialect.NEUTRAL, schemas, required))}
-            for path, (dialect, schemas, required, title) in asks.items()
+            for path, (dialect, title, schemas, required) in asks.items()
         },
     }
 

@@ -99,8 +99,8 @@ def bodies_of(dialect: Dialect) -> st.SearchStrategy[Any]:
         lambda said, tools, fields: (
             {"max_tokens": 5, listed: [*said, {"role": "user", "content": "x"}], "tools": tools} | fields
         ),
-        st.lists(st.one_of(*GOOD[dialect.NAME]), max_size=5),
-        sometimes(TOOLS[dialect.NAME]),
+        st.lists(st.one_of(*GOOD.get(dialect.NAME, (anything,))), max_size=5),
+        sometimes(TOOLS.get(dialect.NAME, anything)),
         st.one_of(st.just({}), st.dictionaries(st.sampled_from(sorted(dialect.FIELDS)), near, max_size=1)),
     ).map(lambda body: {name: value for name, value in body.items() if name in dialect.FIELDS})
     fields = st.dictionaries(st.sampled_from(sorted(dialect.FIELDS)), near, max_size=3)
