@@ -6,6 +6,8 @@ call records (bytes of ``trajectory.records``).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from pydantic import BaseModel, ConfigDict
 
 ROUTES = "gyre:routes"
@@ -79,81 +81,56 @@ def key(api_key: str) -> str:
     return f"gyre:key:{api_key}"
 
 
-def calls(episode: str) -> str:
-    """List: encoded call records, in order."""
-    return f"gyre:ep:{episode}:calls"
+def _of_episode(what: str) -> Callable[[str], str]:
+    return lambda episode: f"gyre:ep:{episode}:{what}"
 
 
-def turns(episode: str) -> str:
-    """Hash: call number -> encoded messages behind that call's record, from which a proxy rebuilds its ledger.
+calls = _of_episode("calls")
+"""List: encoded call records, in order."""
 
-    Written in the same script as the record. Only proxies read it.
-    """
-    return f"gyre:ep:{episode}:turns"
+turns = _of_episode("turns")
+"""Hash: call number -> encoded messages behind that call's record, from which a proxy rebuilds its ledger.
 
+Written in the same script as the record. Only proxies read it."""
 
-def open_calls(episode: str) -> str:
-    """Hash: request id -> JSON of an unfinished call, written before the engine is asked."""
-    return f"gyre:ep:{episode}:open"
+open_calls = _of_episode("open")
+"""Hash: request id -> JSON of an unfinished call, written before the engine is asked."""
 
+left_calls = _of_episode("left")
+"""Hash: name of a request (hex) -> JSON of an unfinished call whose connection has closed.
 
-def left_calls(episode: str) -> str:
-    """Hash: name of a request (hex) -> JSON of an unfinished call whose connection has closed.
+The same request, sent again to another proxy, waits for that call's turn instead of sampling one of its own."""
 
-    The same request, sent again to another proxy, waits for that call's turn instead of sampling one of its own.
-    """
-    return f"gyre:ep:{episode}:left"
+wanted_calls = _of_episode("wanted")
+"""Hash: name of a request (hex) -> Unix time at which a proxy last waited for another proxy's call."""
 
+counts = _of_episode("counts")
+"""Hash of integers that no call record holds: ``replayed`` (turns delivered again), ``disagreements`` (of harness
+hints with what the conversation shows)."""
 
-def wanted_calls(episode: str) -> str:
-    """Hash: name of a request (hex) -> Unix time at which a proxy last waited for another proxy's call."""
-    return f"gyre:ep:{episode}:wanted"
+generation_of = _of_episode("generation")
+"""Integer: the generation that may speak for the episode."""
 
+records_of = _of_episode("records")
+"""String: name under which the records of the generation that may speak lie; absent before the first."""
 
-def counts(episode: str) -> str:
-    """Hash of integers that no call record holds: ``replayed`` (turns delivered again), ``disagreements`` (of harness
-    hints with what the conversation shows)."""
-    return f"gyre:ep:{episode}:counts"
+restarts = _of_episode("restarts")
+"""Hash: generation of the episode that was lost -> when, why, and what followed, in one line."""
 
+held = _of_episode("held")
+"""Float: seconds for which the proxy held the episode's finished calls; not charged to its budget."""
 
-def generation_of(episode: str) -> str:
-    """Integer: the generation that may speak for the episode."""
-    return f"gyre:ep:{episode}:generation"
+holding = _of_episode("holding")
+"""Hash: request id -> Unix time since which an unfinished call is being held."""
 
+lease = _of_episode("lease")
+"""String with a TTL: the supervisor that may run the episode's harness (``generation:pid``)."""
 
-def records_of(episode: str) -> str:
-    """String: name under which the records of the generation that may speak lie; absent before the first."""
-    return f"gyre:ep:{episode}:records"
+truncated = _of_episode("truncated")
+"""String: why the proxy refused further calls (``context``, ``calls``); absent otherwise."""
 
-
-def restarts(episode: str) -> str:
-    """Hash: generation of the episode that was lost -> when, why, and what followed, in one line."""
-    return f"gyre:ep:{episode}:restarts"
-
-
-def held(episode: str) -> str:
-    """Float: seconds for which the proxy held the episode's finished calls; not charged to its budget."""
-    return f"gyre:ep:{episode}:held"
-
-
-def holding(episode: str) -> str:
-    """Hash: request id -> Unix time since which an unfinished call is being held."""
-    return f"gyre:ep:{episode}:holding"
-
-
-def lease(episode: str) -> str:
-    """String with a TTL: the supervisor that may run the episode's harness (``generation:pid``)."""
-    return f"gyre:ep:{episode}:lease"
-
-
-def truncated(episode: str) -> str:
-    """String: why the proxy refused further calls (``context``, ``calls``); absent otherwise."""
-    return f"gyre:ep:{episode}:truncated"
-
-
-def api_key_of(episode: str) -> str:
-    """String: the API key that the episode's harness was given, so that it can be revoked."""
-    return f"gyre:ep:{episode}:key"
+api_key_of = _of_episode("key")
+"""String: the API key that the episode's harness was given, so that it can be revoked."""
 
 
 def of_episode(episode: str) -> list[str]:
@@ -163,13 +140,13 @@ def of_episode(episode: str) -> list[str]:
     return [name(episode) for name in spoken + run]
 
 
+PROXIES = "gyre:proxies"
+"""Set: ids of proxies that have ever registered; one whose lease has run out is dead."""
+
+
 def proxy_lease(proxy_id: str) -> str:
     """String with a TTL: a live proxy process."""
     return f"gyre:proxy:{proxy_id}"
-
-
-PROXIES = "gyre:proxies"
-"""Set: ids of proxies that have ever registered; one whose lease has run out is dead."""
 
 
 def proxy_calls(proxy_id: str) -> str:
@@ -202,26 +179,21 @@ def open_steps(run: str) -> str:
     return f"gyre:run:{run}:steps"
 
 
-def step_demand(run: str, step: int) -> str:
-    """Hash: ``total`` of a step's episodes; ``plan``: its tasks, group size and budget (JSON)."""
-    return f"gyre:step:{run}:{step}:demand"
+def _of_step(what: str) -> Callable[[str, int], str]:
+    return lambda run, step: f"gyre:step:{run}:{step}:{what}"
 
 
-def step_running(run: str, step: int) -> str:
-    """Set: episodes of the step that are running."""
-    return f"gyre:step:{run}:{step}:running"
+step_demand = _of_step("demand")
+"""Hash: ``total`` of a step's episodes; ``plan``: its tasks, group size and budget (JSON)."""
 
+step_running = _of_step("running")
+"""Set: episodes of the step that are running."""
 
-def step_ended(run: str, step: int) -> str:
-    """Set: episodes of the step that have ended."""
-    return f"gyre:step:{run}:{step}:ended"
+step_ended = _of_step("ended")
+"""Set: episodes of the step that have ended."""
 
+step_started = _of_step("started")
+"""Hash: episode of the step -> Unix time of its first start."""
 
-def step_started(run: str, step: int) -> str:
-    """Hash: episode of the step -> Unix time of its first start."""
-    return f"gyre:step:{run}:{step}:started"
-
-
-def step_durations(run: str, step: int) -> str:
-    """Hash: episode of the step that has ended -> its active seconds."""
-    return f"gyre:step:{run}:{step}:durations"
+step_durations = _of_step("durations")
+"""Hash: episode of the step that has ended -> its active seconds."""
