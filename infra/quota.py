@@ -10,12 +10,15 @@ It knows nothing of cells, engines or replicas.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
+
+import psutil
 
 PERIOD_US: Final = 20_000
 """Length of an accounting period: short beside what is measured, so that a held process looks slow and not jerky."""
@@ -61,14 +64,12 @@ class Quota:
 
     def cpu_s(self) -> float:
         """Processor seconds that its living processes have used (10 ms resolution)."""
-        ticks = 0
+        seconds = 0.0
         for pid in self.processes():
-            try:
-                fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-            except OSError:  # it has just ended
-                continue
-            ticks += int(fields[11]) + int(fields[12])
-        return ticks / os.sysconf("SC_CLK_TCK")
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+                times = psutil.Process(pid).cpu_times()
+                seconds += times.user + times.system
+        return seconds
 
     def remove(self, deadline_s: float = REMOVE_S) -> bool:
         """Remove the group once its processes are gone. False when some are left after ``deadline_s`` seconds."""

@@ -1,7 +1,8 @@
 """Processes without threads: started by posix_spawn, awaited through a pidfd, named by pid and start time.
 
-A pid alone names a process only until it is used again; with its start time it names one for good. It knows
-nothing of what the processes do.
+A pid alone names a process only until it is used again; with its start time it names one for good. That is in clock
+ticks since boot, as the supervisor reads and writes it, which has the standard library only: psutil's is in seconds of
+a wall clock that may be set. It knows nothing of what the processes do.
 """
 
 from __future__ import annotations
@@ -14,6 +15,10 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from infra.episodes.supervisor import start_time
+
+__all__ = ["ended", "reap", "remove_tree", "signal_named", "spawn", "start_time", "tail"]
 
 
 def spawn(
@@ -47,15 +52,6 @@ def spawn(
         setsigdef=[signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTERM],
         **group,
     )
-
-
-def start_time(pid: int) -> int | None:
-    """Start in clock ticks since boot (field 22 of /proc/PID/stat); None when it has ended, reaped or not."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])
 
 
 def reap(pid: int) -> int | None:

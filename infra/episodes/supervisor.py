@@ -147,7 +147,7 @@ class Supervisor:
         self.started = self.started_unix = self.ended = 0.0
 
     def run(self) -> None:
-        _write("supervisor.json", {"pid": os.getpid(), "start": _start_time(), "generation": self.generation})
+        _write("supervisor.json", {"pid": os.getpid(), "start": start_time(os.getpid()), "generation": self.generation})
         reason, detail = "exited", ""
         try:
             self._take_lease()
@@ -361,10 +361,17 @@ def _signal(pid: int, number: int) -> None:
         return
 
 
-def _start_time() -> int:
-    """Start of this process in clock ticks since boot: with the pid it names a process for good."""
-    with open("/proc/self/stat", encoding="ascii", errors="replace") as stream:
-        return int(stream.read().rpartition(")")[2].split()[19])
+def start_time(pid: int) -> int | None:
+    """Start in clock ticks since boot (field 22 of /proc/PID/stat); None when it has ended, reaped or not.
+
+    A pid alone names a process only until it is used again; with its start it names one for good.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stream:
+            fields = stream.read().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
 
 
 def _was_started(reader: int) -> bool:

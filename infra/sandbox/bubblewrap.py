@@ -16,8 +16,11 @@ import shutil
 import signal
 import subprocess
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Final
+
+import psutil
 
 from infra.sandbox.spec import (
     HOME,
@@ -131,15 +134,9 @@ class Bubblewrap:
     def remains(self, workspace: Path) -> list[int]:
         # the command lines of the monitor and of the first process inside both name the workspace, and the kernel lets
         # go of the latter only when everything in the sandbox is gone
-        marks = (b"\0--bind\0" + os.fsencode(workspace) + b"\0", b"\0" + _mark(workspace).encode() + b"\0")
-        found = []
-        for entry in os.scandir("/proc"):
-            if entry.name.isdigit():
-                with contextlib.suppress(OSError), open(f"/proc/{entry.name}/cmdline", "rb") as stream:
-                    line = stream.read()
-                    if any(mark in line for mark in marks):
-                        found.append(int(entry.name))
-        return found
+        lines = {process.pid: process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])}
+        bound, mark = ("--bind", str(workspace)), _mark(workspace)
+        return [pid for pid, line in lines.items() if mark in line or bound in pairwise(line)]
 
     def clear(self, workspace: Path, deadline_s: float = 15.0) -> None:
         deadline = time.monotonic() + deadline_s
