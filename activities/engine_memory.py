@@ -11,6 +11,7 @@ from redis.asyncio import Redis
 
 from infra.sglang.client import EngineClient
 from infra.state import keys
+from infra.state.redis import text
 
 
 class EngineMemory:
@@ -38,5 +39,4 @@ class EngineMemory:
         await self._redis.delete(self._key)
 
     async def _state(self) -> str:
-        kept = await self._redis.get(self._key) or ""
-        return kept.decode() if isinstance(kept, bytes) else kept
+        return text(await self._redis.get(self._key) or "")

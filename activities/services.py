@@ -21,8 +21,3 @@ class Services:
     @cached_property
     def blobs(self) -> BlobStore:
         return BlobStore(self.settings.blobs)
-
-
-def as_bytes(value: bytes | str) -> bytes:
-    """A Redis answer, whatever the client was told about decoding."""
-    return value.encode() if isinstance(value, str) else value

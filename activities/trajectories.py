@@ -14,9 +14,10 @@ import orjson
 from temporalio import activity
 
 from activities.beating import beating
-from activities.services import Services, as_bytes
+from activities.services import Services
 from infra.state import keys
 from infra.state.record_names import seal_name
+from infra.state.redis import as_bytes
 from trajectory.process import EpisodeInput, TrajectoryConfig, process_group
 from trajectory.records import CallRecord, RecordError, decode_chain
 from trajectory.seal import seal

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from redis.asyncio import Redis
 
-from activities.services import Services, as_bytes
+from activities.services import Services
 from infra.episodes.launch import (
     EpisodeLaunch,
     Exit,
@@ -33,6 +33,7 @@ from infra.episodes.workspace import pack_workspace
 from infra.harness.registry import harness_named
 from infra.sandbox.bubblewrap import Bubblewrap
 from infra.state import demand, durations, keys
+from infra.state.redis import text
 from infra.tasks.harbor import Task, list_tasks, load_task
 from workflows import names
 from workflows.contracts.results import EpisodeExit, EpisodeInput, Outcome
@@ -118,7 +119,7 @@ class EpisodeRunner:
         """The generation that may speak now."""
         generation, records = await self._redis.mget(keys.generation_of(name), keys.records_of(name))
         number = int(generation or 1)
-        return Start(name, number, as_bytes(records).decode() if records else generation_name(name, number))
+        return Start(name, number, text(records) if records else generation_name(name, number))
 
     async def _next(self, episode: EpisodeInput, lost: Start) -> Start:
         """What follows a lost generation: the harness's resume where it has one and its files are here, else zero.
@@ -168,7 +169,7 @@ class EpisodeRunner:
             before = await self._redis.get(keys.api_key_of(start.records))
             await self._redis.set(keys.api_key_of(start.records), api_key, ex=lifetime)
             if before is not None:
-                await self._redis.delete(keys.key(as_bytes(before).decode()))
+                await self._redis.delete(keys.key(text(before)))
         else:
             await self._redis.delete(keys.key(api_key))
         return running
@@ -211,7 +212,7 @@ class EpisodeRunner:
     async def _older_lease(self, records: list[str], generation: int, folder: Path) -> str:
         """A supervisor of an older generation that may be running somewhere; "" for none."""
         for holder in await self._redis.mget([keys.lease(name) for name in records]):
-            who = as_bytes(holder).decode() if holder else ""
+            who = text(holder) if holder else ""
             if who and int(who.partition(":")[0]) < generation and who != dead_supervisor(folder):
                 return who
         return ""
@@ -219,12 +220,12 @@ class EpisodeRunner:
     async def _ended(self, episode: EpisodeInput, start: Start, exit_: Exit) -> EpisodeExit:
         name = start.records
         if (api_key := await self._redis.getdel(keys.api_key_of(name))) is not None:
-            await self._redis.delete(keys.key(as_bytes(api_key).decode()))
+            await self._redis.delete(keys.key(text(api_key)))
         calls = int(await self._redis.llen(keys.calls(name)))
         truncated = await self._redis.get(keys.truncated(name))
         restarts = await self._redis.hgetall(keys.restarts(start.name))
         workspace = self.folder(episode) / "workspace"
-        outcome, detail = outcome_of(exit_, as_bytes(truncated).decode() if truncated else "")
+        outcome, detail = outcome_of(exit_, text(truncated) if truncated else "")
         gradeable = workspace.is_dir() and (outcome in GRADED or (outcome is Outcome.HARNESS_FAILED and calls > 0))
         ref = ""
         if gradeable:
@@ -243,7 +244,7 @@ class EpisodeRunner:
             records=name,
             workspace_ref=ref,
             generation=start.generation,
-            restarts=[as_bytes(restarts[lost]).decode() for lost in sorted(restarts, key=int)],
+            restarts=[text(restarts[lost]) for lost in sorted(restarts, key=int)],
             detail=detail[:300],
         )
 

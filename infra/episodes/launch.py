@@ -34,7 +34,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
-from urllib.parse import unquote, urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -42,6 +41,7 @@ from infra.episodes.processes import ended, reap, remove_tree, signal_named, spa
 from infra.harness.harness import INSTRUCTION, Harness, Session
 from infra.sandbox.spec import BASE_ENVIRONMENT, BASE_URL, Bind, Limits, Sandbox, SandboxSpec
 from infra.state import keys
+from infra.state.redis import redis_address
 from infra.tasks.harbor import NOT_COPIED, Task
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -413,16 +413,3 @@ def _supervisor_spec(
         "wall_limit_s": launch.wall_limit_s,
         "grace_s": launch.grace_s,
     }
-
-
-def redis_address(url: str) -> dict[str, Any]:
-    """Parts of a redis://, rediss:// or unix:// URL. Raises ValueError for another."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("redis", "rediss", "unix"):
-        raise ValueError(f"not a Redis URL (redis://, rediss://, unix://): {parts.scheme}://…")
-    address: dict[str, Any] = {"username": unquote(parts.username or ""), "password": unquote(parts.password or "")}
-    if parts.scheme == "unix":
-        return address | {"path": unquote(parts.path)}
-    database = parts.path.strip("/") or "0"
-    where = {"host": parts.hostname or "localhost", "port": parts.port or 6379, "tls": parts.scheme == "rediss"}
-    return address | where | {"db": int(database)}

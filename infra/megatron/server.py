@@ -18,7 +18,6 @@ from pathlib import Path
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
-from redis.asyncio import Redis
 from starlette.middleware.base import RequestResponseEndpoint
 
 from infra.megatron.ledger import Refused
@@ -27,6 +26,7 @@ from infra.megatron.replica import Replica
 from infra.megatron.service import ReplicaService
 from infra.settings import Settings
 from infra.state.blobs import BlobMissing, BlobStore
+from infra.state.redis import redis_client
 
 logger = logging.getLogger(__name__)
 
@@ -82,12 +82,7 @@ def main() -> None:
     socket.parent.mkdir(parents=True, exist_ok=True)
     torch_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch")
     replica = torch_thread.submit(Replica, args.policy).result()
-    redis = Redis.from_url(
-        settings.redis,
-        decode_responses=True,
-        socket_timeout=REDIS_TIMEOUT_S,
-        socket_connect_timeout=REDIS_TIMEOUT_S,
-    )
+    redis = redis_client(settings.redis, socket_timeout=REDIS_TIMEOUT_S, socket_connect_timeout=REDIS_TIMEOUT_S)
     service = ReplicaService(replica, torch_thread, BlobStore(settings.blobs), redis, settings.host)
     config = uvicorn.Config(
         make_app(service), uds=str(socket), log_level="warning", access_log=False, timeout_graceful_shutdown=1

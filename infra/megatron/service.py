@@ -39,6 +39,7 @@ from infra.megatron.replica import Replica
 from infra.sglang.client import EngineClient
 from infra.state import keys
 from infra.state.blobs import BlobStore
+from infra.state.redis import text
 from infra.transfer.endpoint import TensorPublisher, pull
 from infra.transfer.errors import TransferError
 from infra.transfer.manifest import TransferManifest, checksum
@@ -97,8 +98,7 @@ class Source:
 
 
 class ReplicaService:
-    """One incarnation at a time. ``torch_thread`` is the single thread on which the replica was built; ``redis``
-    decodes its responses."""
+    """One incarnation at a time. ``torch_thread`` is the single thread on which the replica was built."""
 
     def __init__(
         self, replica: Replica, torch_thread: ThreadPoolExecutor, blobs: BlobStore, redis: Redis, host: str
@@ -271,8 +271,8 @@ class ReplicaService:
         """Weights from any process that published them (also this one, if it has loaded others since); None when none
         has them as the candidate says."""
         sources = await self._redis.hgetall(keys.weights(run, version))
-        for source, text in sources.items():
-            manifest = TransferManifest.model_validate_json(text)
+        for name, described in sources.items():
+            source, manifest = text(name), TransferManifest.model_validate_json(described)
             try:
                 weights = await asyncio.to_thread(pull, self._endpoint, manifest, deadline_s=PULL_DEADLINE_S)
             except TransferError as error:

@@ -14,6 +14,7 @@ from redis.asyncio import Redis
 
 from infra.state import keys
 from infra.state.demand import KEEP_S
+from infra.state.redis import text
 
 
 class StepPlan(BaseModel):
@@ -61,9 +62,9 @@ async def step_clocks(redis: Redis, run: str, step: int) -> StepClocks:
         plan, started, took, ended = await pipe.execute()
     return StepClocks(
         plan=StepPlan.model_validate_json(plan) if plan else StepPlan(),
-        started={_text(name): float(value) for name, value in started.items()},
-        active_s={_text(name): float(value) for name, value in took.items()},
-        ended=frozenset(_text(name) for name in ended),
+        started={text(name): float(value) for name, value in started.items()},
+        active_s={text(name): float(value) for name, value in took.items()},
+        ended=frozenset(text(name) for name in ended),
     )
 
 
@@ -80,7 +81,3 @@ async def forget_step(redis: Redis, run: str, step: int) -> None:
         pipe.expire(keys.step_started(run, step), KEEP_S)
         pipe.expire(keys.step_durations(run, step), KEEP_S)
         await pipe.execute()
-
-
-def _text(value: bytes | str) -> str:
-    return value.decode() if isinstance(value, bytes) else value

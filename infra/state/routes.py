@@ -14,6 +14,7 @@ from redis.asyncio import Redis
 
 from infra.state import keys
 from infra.state.keys import Drained, Route
+from infra.state.redis import text
 
 POLL_S = (0.02, 0.2)
 """Acknowledgements are looked for this often at first, and this seldom in a long wait."""
@@ -85,16 +86,16 @@ async def wait_acknowledged(redis: Redis, route: Route, deadline_s: float) -> Ac
         pipeline.hgetall(keys.route_acks(route.cell))
         pipeline.hgetall(keys.route_drains(route.cell))
         pipeline.hget(keys.ROUTES, route.cell)
-        members, acks, drains, found = await pipeline.execute()
-        proxies = sorted(_text(name) for name in members)
-        done = {_text(proxy) for proxy, ack in acks.items() if _text(ack) == wanted}
+        members, acks, drains, table_entry = await pipeline.execute()
+        proxies = sorted(text(name) for name in members)
+        done = {text(proxy) for proxy, ack in acks.items() if text(ack) == wanted}
         silent = [proxy for proxy in proxies if proxy not in done]
         alive = [proxy for proxy in silent if await redis.exists(keys.proxy_lease(proxy))]
         passed = time.monotonic() - started
         if not alive:
             if silent:
                 await redis.srem(keys.PROXIES, *silent)
-            counts = [Drained.model_validate_json(data) for proxy, data in drains.items() if _text(proxy) in done]
+            counts = [Drained.model_validate_json(data) for proxy, data in drains.items() if text(proxy) in done]
             return Acknowledged(
                 acknowledged=len(proxies) - len(silent),
                 expired=len(silent),
@@ -102,12 +103,8 @@ async def wait_acknowledged(redis: Redis, route: Route, deadline_s: float) -> Ac
                 ended=sum(count.ended for count in counts),
                 moved=sum(count.moved for count in counts),
             )
-        if found is not None and (newer := Route.model_validate_json(found).epoch) > route.epoch:
+        if table_entry is not None and (newer := Route.model_validate_json(table_entry).epoch) > route.epoch:
             raise RouteOvertaken(f"drain of {route.cell}: epoch {route.epoch} was overtaken by {newer}")
         if passed > deadline_s + route.drain_s:
             raise DrainTimeout(f"{', '.join(alive)} still use {route.cell} {passed:.0f} s after its route closed")
         await asyncio.sleep(min(max(passed / 20, POLL_S[0]), POLL_S[1]))
-
-
-def _text(value: bytes | str) -> str:
-    return value.decode() if isinstance(value, bytes) else value

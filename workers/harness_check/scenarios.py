@@ -17,12 +17,12 @@ from typing import Final
 
 from redis.asyncio import Redis
 
-from activities.services import as_bytes
 from infra.episodes.launch import EpisodeLaunch, Exit, Running, SupervisorLost, launch_or_adopt, stop, wait
 from infra.episodes.processes import tail
 from infra.harness.harness import Harness
 from infra.sandbox.bubblewrap import Bubblewrap
 from infra.state import keys
+from infra.state.redis import as_bytes
 from infra.tasks.harbor import load_task
 from trajectory.records import CallRecord, decode_chain
 from workers.harness_check import plans

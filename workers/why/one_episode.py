@@ -14,12 +14,12 @@ from typing import Any, Final
 import orjson
 from redis.exceptions import RedisError
 
-from activities.services import as_bytes
 from activities.trajectories import unpack_records
 from infra.settings import Settings
 from infra.state import keys
 from infra.state.blobs import BlobMissing, BlobStore
 from infra.state.record_names import config_name, step_name
+from infra.state.redis import as_bytes, text
 from infra.temporal import TemporalUnreachable
 from trajectory.records import CallRecord, RecordError, decode_chain
 from workers.errors import UsageError
@@ -165,7 +165,7 @@ async def _recorded(sight: Sight, place: Place, result: EpisodeResult | None) ->
         name = result.exit.records if result is not None else ""
         if not name:
             current = await sight.redis.get(keys.records_of(place.episode))
-            name = as_bytes(current).decode() if current else place.episode
+            name = text(current) if current else place.episode
         return _decoded([as_bytes(data) for data in await sight.redis.lrange(keys.calls(name), 0, -1)])
     except (RedisError, OSError):
         return []
