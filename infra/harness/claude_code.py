@@ -7,14 +7,12 @@ the gateway refuses a prompt as too long. All model names are set to one, so tha
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Final
 
 from infra.harness.harness import RESUMED, STREAM_PATIENCE_S, Session
-from infra.harness.install import PACKAGES, require
+from infra.harness.install import PACKAGES, PackagedHarness
 from infra.sandbox.spec import Bind
 
-PACKAGE = PACKAGES["claude-code"]
 PROGRAM: Final = "/gyre/claude"
 TIERS: Final = ("OPUS", "SONNET", "HAIKU", "FABLE")
 QUIET: Final = (
@@ -27,14 +25,10 @@ QUIET: Final = (
 )
 
 
-class ClaudeCode:
-    name = "claude-code"
-    version = PACKAGE.version
-    address_space_mb: int | None = None
-    patience_s = 3600.0
-    early_stream = True
+class ClaudeCode(PackagedHarness):
+    package = PACKAGES["claude-code"]
     transcript = ".claude/projects"
-    disallowed_tools: tuple[str, ...] = (
+    disallowed_tools = (
         "WebSearch",
         "WebFetch",
         "Workflow",
@@ -43,9 +37,6 @@ class ClaudeCode:
         "CronList",
         "ScheduleWakeup",
     )
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder.absolute()
 
     def command(self, instruction_path: str, session: Session) -> list[str]:
         start = f'exec {PROGRAM} -p {self._options()} --session-id "$1" < "$0"'
@@ -75,11 +66,5 @@ class ClaudeCode:
             **dict.fromkeys(QUIET, "1"),
         }
 
-    def files(self, session: Session) -> dict[str, str]:
-        return {}
-
     def binds(self) -> tuple[Bind, ...]:
-        return (Bind(source=PACKAGE.program(self._folder), target=PROGRAM),)
-
-    def check(self) -> None:
-        require(PACKAGE, self._folder)
+        return (Bind(source=self.package.program(self.folder), target=PROGRAM),)

@@ -6,14 +6,12 @@ It names its session itself; a HOME holds one episode's sessions only, so the la
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Final
 
 from infra.harness.harness import RESUMED, STREAM_PATIENCE_S, Session
-from infra.harness.install import PACKAGES, require
+from infra.harness.install import PACKAGES, PackagedHarness
 from infra.sandbox.spec import Bind
 
-PACKAGE = PACKAGES["codex"]
 FOLDER: Final = "/gyre/codex"
 KEY: Final = "GYRE_API_KEY"
 SETTINGS: Final = """\
@@ -55,17 +53,10 @@ trust_level = "trusted"
 """
 
 
-class Codex:
-    name = "codex"
-    version = PACKAGE.version
-    address_space_mb: int | None = None
-    patience_s = 3600.0
-    early_stream = True
+class Codex(PackagedHarness):
+    package = PACKAGES["codex"]
     transcript = ".codex/sessions"
-    disallowed_tools: tuple[str, ...] = ("web_search", "image_generation")
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder.absolute()
+    disallowed_tools = ("web_search", "image_generation")
 
     def command(self, instruction_path: str, session: Session) -> list[str]:
         start = f'exec {FOLDER}/bin/codex exec {self._options()} - < "$0"'
@@ -93,7 +84,4 @@ class Codex:
         return {".codex/config.toml": settings}
 
     def binds(self) -> tuple[Bind, ...]:
-        return (Bind(source=PACKAGE.program(self._folder).parents[1], target=FOLDER),)
-
-    def check(self) -> None:
-        require(PACKAGE, self._folder)
+        return (Bind(source=self.package.program(self.folder).parents[1], target=FOLDER),)

@@ -15,10 +15,11 @@ import subprocess
 import sys
 import venv
 from dataclasses import dataclass
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Final, Literal
 
-from infra.harness.harness import HarnessUnavailable
+from infra.harness.harness import HarnessUnavailable, Session
 
 MACHINE: Final = {"x86_64": "x64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
 CPU_INFO: Final = Path("/proc/cpuinfo")
@@ -52,7 +53,8 @@ class Package:
     def installed_version(self, folder: Path) -> str | None:
         """The version that is there, None for none. Starts no process."""
         if self.manager == "pip":
-            return installed_version(folder, self.name)
+            places = [str(place) for place in folder.glob("lib/python3*/site-packages")]
+            return next((package.version for package in distributions(name=self.name, path=places)), None)
         file = folder / "node_modules" / self.name / "package.json"
         if not file.is_file():
             return None
@@ -76,6 +78,33 @@ PACKAGES: Final = {
         Package("opencode", "npm", f"opencode-linux-{MACHINE}{_baseline()}", "1.18.33", "bin/opencode"),
     )
 }
+
+
+class PackagedHarness:
+    """What harnesses that are packages have in common, unless they say otherwise. ``folder``: the installation."""
+
+    package: Package
+    address_space_mb: int | None = None
+    patience_s = 3600.0
+    early_stream = True
+    disallowed_tools: tuple[str, ...] = ()
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.absolute()
+
+    @property
+    def name(self) -> str:
+        return self.package.harness
+
+    @property
+    def version(self) -> str:
+        return self.package.version
+
+    def files(self, session: Session) -> dict[str, str]:
+        return {}
+
+    def check(self) -> None:
+        require(self.package, self.folder)
 
 
 def install(harness: str, into: Path) -> None:
@@ -108,16 +137,6 @@ def require(package: Package, folder: Path) -> None:
         raise HarnessUnavailable(f"{package.harness} is not installed in {folder}: {mend}")
     if version != package.version:
         raise HarnessUnavailable(f"{package.harness} in {folder} is {version}, gyre knows {package.version}: {mend}")
-
-
-def installed_version(folder: Path, package: str) -> str | None:
-    """Version of ``package`` in a virtual environment, None when it isn't there. Starts no process."""
-    stem = package.replace("-", "_")
-    for metadata in folder.glob(f"lib/python3*/site-packages/{stem}-*.dist-info/METADATA"):
-        for line in metadata.read_text(encoding="utf-8").splitlines():
-            if line.startswith("Version:"):
-                return line.partition(":")[2].strip()
-    return None
 
 
 def interpreter_prefix(folder: Path) -> Path:

@@ -6,31 +6,21 @@ resumed: its trajectory file is written for people.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from infra.harness.harness import Session
-from infra.harness.install import PACKAGES, interpreter_prefix, require
+from infra.harness.install import PACKAGES, PackagedHarness, interpreter_prefix
 from infra.sandbox.spec import Bind
 
-PACKAGE = PACKAGES["mini-swe-agent"]
 
-
-class MiniSweAgent:
-    name = "mini-swe-agent"
-    version = PACKAGE.version
-    address_space_mb: int | None = 4096
+class MiniSweAgent(PackagedHarness):
+    package = PACKAGES["mini-swe-agent"]
+    address_space_mb = 4096
     patience_s = 600.0
-    early_stream = True
     transcript = "trajectory.json"
-    disallowed_tools: tuple[str, ...] = ()
-
-    def __init__(self, folder: Path) -> None:
-        self._venv = folder.absolute()
 
     def command(self, instruction_path: str, session: Session) -> list[str]:
         options = f'-m "openai/$1" -t "$(cat "$2")" -y --exit-immediately -o "$HOME/{self.transcript}"'
         start = f'exec "$0" -m minisweagent.run.mini {options}'
-        return ["/bin/sh", "-c", start, str(self._venv / "bin" / "python"), session.model, instruction_path]
+        return ["/bin/sh", "-c", start, str(self.folder / "bin" / "python"), session.model, instruction_path]
 
     def resume_command(self, session: Session) -> list[str] | None:
         return None
@@ -47,13 +37,7 @@ class MiniSweAgent:
             "PYTHONDONTWRITEBYTECODE": "1",
         }
 
-    def files(self, session: Session) -> dict[str, str]:
-        return {}
-
     def binds(self) -> tuple[Bind, ...]:
-        prefix = interpreter_prefix(self._venv)
-        folders = [self._venv] if prefix.is_relative_to("/usr") else [self._venv, prefix]
+        prefix = interpreter_prefix(self.folder)
+        folders = [self.folder] if prefix.is_relative_to("/usr") else [self.folder, prefix]
         return tuple(Bind(source=folder, target=str(folder)) for folder in folders)
-
-    def check(self) -> None:
-        require(PACKAGE, self._venv)

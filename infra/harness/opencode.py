@@ -7,29 +7,20 @@ from the conversation: that would be another one.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any, Final
 
 from infra.harness.harness import RESUMED, SIDE_MODEL, Session
-from infra.harness.install import PACKAGES, require
+from infra.harness.install import PACKAGES, PackagedHarness
 from infra.sandbox.spec import Bind
 
-PACKAGE = PACKAGES["opencode"]
 PROGRAM: Final = "/gyre/opencode"
 KEY: Final = "GYRE_API_KEY"
 
 
-class OpenCode:
-    name = "opencode"
-    version = PACKAGE.version
-    address_space_mb: int | None = None
-    patience_s = 3600.0
-    early_stream = True
+class OpenCode(PackagedHarness):
+    package = PACKAGES["opencode"]
     transcript = ".local/share/opencode"
-    disallowed_tools: tuple[str, ...] = ("webfetch", "websearch", "codesearch")
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder.absolute()
+    disallowed_tools = ("webfetch", "websearch", "codesearch")
 
     def command(self, instruction_path: str, session: Session) -> list[str]:
         return ["/bin/sh", "-c", f'exec {PROGRAM} run --format json --auto < "$0"', instruction_path]
@@ -76,7 +67,4 @@ class OpenCode:
         return {".config/opencode/opencode.json": json.dumps(settings, indent=1)}
 
     def binds(self) -> tuple[Bind, ...]:
-        return (Bind(source=PACKAGE.program(self._folder), target=PROGRAM),)
-
-    def check(self) -> None:
-        require(PACKAGE, self._folder)
+        return (Bind(source=self.package.program(self.folder), target=PROGRAM),)

@@ -15,26 +15,23 @@ from pathlib import Path
 from typing import Final
 
 from infra.harness.harness import RESUMED, STREAM_PATIENCE_S, HarnessUnavailable, Session
-from infra.harness.install import PACKAGES, require
+from infra.harness.install import PACKAGES, PackagedHarness
 from infra.sandbox.spec import Bind
 
-PACKAGE = PACKAGES["qwen-code"]
 FOLDER: Final = "/gyre/qwen-code"
 NODE_MAJOR: Final = 20
 NODES: Final = ("/usr/bin/node", "/usr/local/bin/node")
 
 
-class QwenCode:
-    name = "qwen-code"
-    version = PACKAGE.version
-    address_space_mb: int | None = None
+class QwenCode(PackagedHarness):
+    package = PACKAGES["qwen-code"]
     patience_s = 300.0
     early_stream = False
     transcript = ".qwen/projects"
-    disallowed_tools: tuple[str, ...] = ("web_fetch", "web_search", "cron_create", "cron_list", "cron_delete")
+    disallowed_tools = ("web_fetch", "web_search", "cron_create", "cron_list", "cron_delete")
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder.absolute()
+        super().__init__(folder)
         self._node = next((path for path in NODES if Path(path).exists()), "")
 
     def command(self, instruction_path: str, session: Session) -> list[str]:
@@ -76,10 +73,10 @@ class QwenCode:
         return {".qwen/settings.json": json.dumps(settings, indent=1)}
 
     def binds(self) -> tuple[Bind, ...]:
-        return (Bind(source=PACKAGE.program(self._folder).parent, target=FOLDER),)
+        return (Bind(source=self.package.program(self.folder).parent, target=FOLDER),)
 
     def check(self) -> None:
-        require(PACKAGE, self._folder)
+        super().check()
         if not self._node:
             raise HarnessUnavailable(f"qwen-code needs Node.js {NODE_MAJOR} at {' or '.join(NODES)}: install nodejs")
         told = subprocess.run([self._node, "--version"], capture_output=True, text=True, timeout=30, check=False)
