@@ -20,7 +20,8 @@ from pydantic import ValidationError
 from redis.asyncio import Redis
 
 from infra.chat.families import NoRenderer, renderer_for
-from infra.chat.renderer import Renderer, TokenizerUnfit
+from infra.chat.renderer import Renderer
+from infra.chat.tokens import TokenizerUnfit
 from infra.kv_store.arrival import Arrival
 from infra.kv_store.layout import bytes_per_token, namespace, read_config
 from infra.settings import Settings

@@ -80,11 +80,6 @@ class ChatML:
     def generation_prompt(self, previous: Message | None, *, closed: bool = False) -> list[int]:
         return self._closing(previous, closed=closed) + self._assistant
 
-    def _pieces(self, output_ids: Sequence[int]) -> list[bytes]:
-        """The bytes of each sampled id, without the end of the turn."""
-        pieces = [self.vocabulary.bytes_of(token) for token in output_ids]
-        return pieces[:-1] if pieces and output_ids[-1] == self.im_end else pieces
-
     def _closing(self, previous: Message | None, *, closed: bool) -> list[int]:
         if previous is None:
             return []

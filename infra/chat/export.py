@@ -11,7 +11,7 @@ import json
 import os
 from pathlib import Path
 
-from infra.chat.protocol import Renderer
+from infra.chat.renderer import Renderer
 
 TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_CONFIG = "tokenizer_config.json"

@@ -13,8 +13,8 @@ from typing import Any
 from infra.chat.chatml import IM_END, IM_START, MARKS
 from infra.chat.export import TEMPLATE_FILE, TOKENIZER_CONFIG
 from infra.chat.probes import TemplateUnfit
-from infra.chat.protocol import Renderer
 from infra.chat.qwen3 import ChatMLRenderer
+from infra.chat.renderer import Renderer
 from infra.chat.smollm2 import SmolLM2Renderer
 from infra.chat.stock import StockRenderer
 

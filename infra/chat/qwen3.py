@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from infra.chat.chatml import CALL_CLOSE, CALL_OPEN, THINK_CLOSE, THINK_OPEN, ChatML
-from infra.chat.reading import read_turn
+from infra.chat.reading import ParsedTurn, read_turn
 from infra.chat.tokens import Vocabulary
-from infra.chat.turns import ParsedTurn
 
 
 class ChatMLRenderer(ChatML):
@@ -28,7 +27,7 @@ class ChatMLRenderer(ChatML):
         self._marks = {special(mark): mark for mark in (CALL_OPEN, CALL_CLOSE, THINK_OPEN, THINK_CLOSE)}
 
     def parse(self, output_ids: Sequence[int]) -> ParsedTurn:
-        pieces = self._pieces(output_ids)
+        pieces = self.vocabulary.pieces(output_ids, self.im_end)
         places: dict[str, list[int]] = {mark: [] for mark in self._marks.values()}
         place = 0
         for token, piece in zip(output_ids, pieces, strict=False):

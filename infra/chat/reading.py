@@ -1,8 +1,10 @@
 """Reading a sampled turn: from the bytes of its ids and the places of its marks to text, reasoning, calls and cuts.
 
-Invariant: a call is the mark ``<tool_call>``, a JSON object and the mark ``</tool_call>``, white space aside; marks
-inside the object's strings don't end it. Positions are bytes until the very end, where a cut must be one between two
-ids. Whether a mark is a token or spelled as text is the family's affair: it gives the places.
+Invariants: every sampled id is in the reasoning, the content or a call (or separates them); a cut is a number of
+leading ids that reads as the same reasoning, content and first calls. A call is the mark ``<tool_call>``, a JSON object
+and the mark ``</tool_call>``, white space aside; marks inside the object's strings don't end it. Positions are bytes
+until the very end, where a cut must be one between two ids. Whether a mark is a token or spelled as text is the
+family's affair: it gives the places.
 """
 
 from __future__ import annotations
@@ -11,10 +13,35 @@ import json
 import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 from infra.chat.chatml import CALL_CLOSE, CALL_OPEN, THINK_CLOSE, THINK_OPEN
-from infra.chat.turns import ParsedCall, ParsedTurn, call_from_json
+
+
+@dataclass(frozen=True)
+class ParsedCall:
+    """A tool call as sampled: ``arguments`` is JSON text, re-serialised from what was sampled."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class ParsedTurn:
+    """``content`` and ``reasoning`` have no line breaks at their ends. Both are for people and harnesses: tokens come
+    from the sampled ids, never from here."""
+
+    content: str
+    reasoning: str
+    calls: tuple[ParsedCall, ...]
+    malformed: int
+    """Tool-call spans that are no valid call; they stay in the text."""
+    cuts: tuple[int | None, ...]
+    """``cuts[k]``, k = 0 … len(calls): number of leading ids that hold reasoning, content and the first k calls, and
+    nothing else. None where no such cut exists: text stands after the k-th call, or a token spans the place. The last
+    one is the whole turn without its end-of-turn id."""
+
 
 Places = Mapping[str, Sequence[int]]
 """Mark -> where it begins in the turn's bytes, in order."""
@@ -44,7 +71,7 @@ def read_turn(pieces: Sequence[bytes], places: Places | None = None, *, thinking
             continue
         body = opening + len(CALL_OPEN)
         closing = _after_object(view, body)
-        call = call_from_json(data[body:closing].decode(errors="replace")) if closing in closings else None
+        call = _call(data[body:closing].decode(errors="replace")) if closing in closings else None
         if call is None:
             malformed += 1
             continue
@@ -99,3 +126,31 @@ def _boundary(data: bytes, ends: Sequence[int], place: int) -> int | None:
         return 0
     count = bisect_left(ends, place)
     return count + 1 if not data[place : ends[count]].strip(b"\n") else None
+
+
+def _call(text: str) -> ParsedCall | None:
+    """The call that the text of a span spells, or None when it spells none."""
+    try:
+        value = json.loads(text, parse_constant=_no_constant)
+        if not isinstance(value, dict):
+            return None
+        name, arguments = value.get("name"), value.get("arguments", {})
+        if not isinstance(name, str) or not name.isprintable() or not isinstance(arguments, dict):
+            return None
+        # A number may have become infinite; lone surrogates can be sent as their escapes only.
+        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        return ParsedCall(name, written if _encodable(written) else json.dumps(arguments))
+    except (ValueError, RecursionError):  # a policy may sample any nesting
+        return None
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from infra.chat.chatml import ChatML
-from infra.chat.reading import read_turn
+from infra.chat.reading import ParsedTurn, read_turn
 from infra.chat.tokens import Vocabulary
-from infra.chat.turns import ParsedTurn
 
 
 class SmolLM2Renderer(ChatML):
@@ -23,4 +22,4 @@ class SmolLM2Renderer(ChatML):
         super().__init__(Vocabulary(tokenizer_file), str, compact_tools=compact_tools)
 
     def parse(self, output_ids: Sequence[int]) -> ParsedTurn:
-        return read_turn(self._pieces(output_ids))
+        return read_turn(self.vocabulary.pieces(output_ids, self.im_end))

@@ -19,9 +19,8 @@ import msgspec
 from infra.chat.jinja import ChatTemplate, TemplateRefuses
 from infra.chat.messages import Message, Tool, ToolCall
 from infra.chat.probes import Probe, Sent, TemplateUnfit, check_probe, common_length, probes
-from infra.chat.reading import read_turn
+from infra.chat.reading import ParsedTurn, read_turn
 from infra.chat.tokens import Part, Vocabulary
-from infra.chat.turns import ParsedTurn
 
 HERE, THERE = "gyrehere0", "gyrethere0"
 _CALL = {"id": "gyrecall0", "type": "function", "function": {"name": "look", "arguments": {}}}
@@ -82,10 +81,7 @@ class StockRenderer:
         return self.vocabulary.ids(self._between(previous, _PROMPT, closed))
 
     def parse(self, output_ids: Sequence[int]) -> ParsedTurn:
-        pieces = [self.vocabulary.bytes_of(token) for token in output_ids]
-        if pieces and output_ids[-1] == self.im_end:
-            pieces.pop()
-        return read_turn(pieces, thinking=self._thinking)
+        return read_turn(self.vocabulary.pieces(output_ids, self.im_end), thinking=self._thinking)
 
     def _root(self, system: Message | None, tools: Sequence[Tool]) -> list[Part]:
         opening: list[Sent] = [{"role": "system", "content": system.content}] if system and system.content else []

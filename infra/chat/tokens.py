@@ -83,6 +83,11 @@ class Vocabulary:
             known = self._bytes[token_id] = b"" if token is None else bytes(map(self._byte_of.__getitem__, token))
         return known
 
+    def pieces(self, output_ids: Sequence[int], end: int) -> list[bytes]:
+        """The bytes of each sampled id, without the id that ends the turn."""
+        sampled = output_ids[:-1] if output_ids and output_ids[-1] == end else output_ids
+        return [self.bytes_of(token) for token in sampled]
+
     @cached_property
     def _spellings(self) -> re.Pattern[str]:
         longest_first = sorted(self.added, key=len, reverse=True)

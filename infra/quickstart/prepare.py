@@ -23,7 +23,7 @@ from pathlib import Path
 
 from infra.chat.chatml import IM_END
 from infra.chat.export import write_template
-from infra.chat.renderer import ChatMLRenderer
+from infra.chat.qwen3 import ChatMLRenderer
 from infra.quickstart.recipe import PolicyRecipe
 
 MANIFEST = "manifest.json"

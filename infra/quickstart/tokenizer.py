@@ -15,32 +15,13 @@ from collections.abc import Callable, Iterator
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from infra.chat.chatml import (
-    CALL_CLOSE,
-    CALL_OPEN,
-    IM_END,
-    IM_START,
-    RESPONSE_CLOSE,
-    RESPONSE_OPEN,
-    THINK_CLOSE,
-    THINK_OPEN,
-)
+from infra.chat.chatml import IM_END, IM_START, MARKS
 from infra.chat.messages import Message
 from infra.quickstart.demonstrations import TOOLS, demonstrate
 from infra.quickstart.tasks import FAMILIES, make_task
 
 END_OF_TEXT = "<|endoftext|>"
-SPECIAL_TOKENS = (
-    END_OF_TEXT,
-    IM_START,
-    IM_END,
-    CALL_OPEN,
-    CALL_CLOSE,
-    RESPONSE_OPEN,
-    RESPONSE_CLOSE,
-    THINK_OPEN,
-    THINK_CLOSE,
-)
+SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END, *MARKS)
 
 PIECES = (
     r'\n\{"name": "\w+", "arguments": \{(?:\}\}\n|"\w+": ")',  # opens a call, up to its first argument

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from transformers import Qwen3ForCausalLM
 
 from infra.chat.messages import Message
-from infra.chat.renderer import ChatMLRenderer
+from infra.chat.qwen3 import ChatMLRenderer
 from infra.quickstart.demonstrations import TOOLS, demonstrate
 from infra.quickstart.recipe import WarmStartRecipe
 from infra.quickstart.tasks import make_task

@@ -11,7 +11,7 @@ from array import array
 from dataclasses import dataclass
 
 from infra.chat.messages import Message, ToolCall
-from infra.chat.renderer import ParsedTurn
+from infra.chat.reading import ParsedTurn
 from proxy.calls.episodes import Attempt, Episode
 from proxy.calls.recorder import LeftCall
 from proxy.calls.sampler import Job, Sampled

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from chat_parts import write_tokenizer
 
-from infra.chat.renderer import ChatMLRenderer
+from infra.chat.qwen3 import ChatMLRenderer
 from infra.chat.smollm2 import SmolLM2Renderer
 
 

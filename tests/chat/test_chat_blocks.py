@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from infra.chat.chatml import ChatML
 from infra.chat.messages import Message, Tool, ToolCall
-from infra.chat.renderer import ChatMLRenderer
+from infra.chat.qwen3 import ChatMLRenderer
 from infra.chat.smollm2 import SmolLM2Renderer
 
 

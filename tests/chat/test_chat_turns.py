@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infra.chat.chatml import ChatML
-from infra.chat.renderer import ChatMLRenderer
+from infra.chat.qwen3 import ChatMLRenderer
 from infra.chat.smollm2 import SmolLM2Renderer
 
 CALL = '<tool_call>\n{"name": "bash", "arguments": {"command": "ls"}}\n</tool_call>'

@@ -9,7 +9,7 @@ import pytest
 from proxy_parts import World, write_tokenizer
 from redis.asyncio import Redis
 
-from infra.chat.renderer import ChatMLRenderer
+from infra.chat.qwen3 import ChatMLRenderer
 
 
 @pytest.fixture(scope="session")

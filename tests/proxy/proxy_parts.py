@@ -15,7 +15,7 @@ import uvicorn
 from redis.asyncio import Redis
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from infra.chat.renderer import ChatMLRenderer
+from infra.chat.qwen3 import ChatMLRenderer
 from infra.sglang.errors import EngineError, EngineLost
 from infra.sglang.generation import Generation
 from infra.state import keys

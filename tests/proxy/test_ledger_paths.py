@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infra.chat.messages import Message, Tool, ToolCall
-from infra.chat.renderer import ChatMLRenderer
+from infra.chat.qwen3 import ChatMLRenderer
 from proxy.conversation import turn_notes
 from proxy.conversation.ledger import Ledger, Plan
 from proxy.conversation.requests import ModelRequest, make_request

@@ -13,7 +13,7 @@ from proxy_parts import World, sequences
 from redis.asyncio import Redis
 from schemathesis import Case, GenerationMode
 
-from infra.chat.renderer import ChatMLRenderer
+from infra.chat.qwen3 import ChatMLRenderer
 from proxy.dialects.openapi import openapi
 
 WAIT_S = 60.0

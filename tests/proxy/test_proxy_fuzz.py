@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from proxy_parts import SPECIAL, Harness, World, sequences
 from redis.asyncio import Redis
 
-from infra.chat.renderer import ChatMLRenderer
+from infra.chat.qwen3 import ChatMLRenderer
 
 spelled = st.lists(st.sampled_from([*SPECIAL, "\n", " ", "\x00", '"', "{", "}", "\\"]), max_size=6).map("".join)
 texts = st.one_of(st.text(max_size=30), spelled)  # lone surrogates included

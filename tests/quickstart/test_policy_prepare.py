@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from infra.chat.families import renderer_for
-from infra.chat.renderer import ChatMLRenderer
+from infra.chat.qwen3 import ChatMLRenderer
 from infra.quickstart.demonstrations import TOOLS, demonstrate
 from infra.quickstart.model import make_model
 from infra.quickstart.prepare import MANIFEST, is_complete, prepare_policy

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.chat.messages import Message
-from infra.chat.renderer import ChatMLRenderer
+from infra.chat.qwen3 import ChatMLRenderer
 from infra.quickstart.demonstrations import TOOLS, demonstrate
 from infra.quickstart.tasks import FAMILIES, WORDS, Family, make_task
 from infra.quickstart.tokenizer import SPECIAL_TOKENS, train_tokenizer

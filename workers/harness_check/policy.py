@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from infra.chat.renderer import ChatMLRenderer
+from infra.chat.qwen3 import ChatMLRenderer
 from infra.sglang.errors import EngineLost
 from infra.sglang.generation import Generation, TokenIds
 from workers.harness_check.hands import Call

