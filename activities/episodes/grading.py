@@ -15,8 +15,7 @@ from temporalio.exceptions import ApplicationError
 from activities.beating import beating
 from activities.episodes.runner import task_at
 from activities.services import Services
-from infra.episodes.grading import EvaluatorFailed, evaluator_of, grade
-from infra.episodes.grading import Verdict as Graded
+from infra.episodes.grading import EvaluatorFailed, Graded, evaluator_of, grade
 from infra.episodes.workspace import WorkspaceUnusable, unpack_workspace
 from infra.sandbox.bubblewrap import Bubblewrap
 from infra.sandbox.spec import Sandbox

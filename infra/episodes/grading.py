@@ -23,7 +23,7 @@ from typing import Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from infra.episodes.processes import ended, reap, remove_tree, spawn, tail
-from infra.sandbox.spec import BASE_ENVIRONMENT, Bind, Limits, Sandbox, SandboxSpec
+from infra.sandbox.spec import BASE_ENVIRONMENT, Bind, Sandbox, SandboxLimits, SandboxSpec
 from infra.tasks.harbor import Task
 
 MEMORY_MB: Final = 4096
@@ -40,7 +40,7 @@ class EvaluatorFailed(RuntimeError):
         self.reason, self.log = reason, log
 
 
-class Verdict(BaseModel):
+class Graded(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     reward: float = Field(ge=0, le=1)
@@ -64,7 +64,7 @@ def evaluator_of(task: Task) -> str:
     return f"{task.name}@sha256:{digest.hexdigest()}"
 
 
-async def grade(task: Task, workspace: Path, logs_dir: Path, timeout_s: float, sandbox: Sandbox) -> Verdict:
+async def grade(task: Task, workspace: Path, logs_dir: Path, timeout_s: float, sandbox: Sandbox) -> Graded:
     """Run ``task``'s verifier on a copy of ``workspace``. Raises EvaluatorFailed.
 
     ``logs_dir`` is emptied; ``verifier.log`` (output) and ``verifier/`` (mounted as /logs/verifier) stay there.
@@ -82,7 +82,7 @@ async def grade(task: Task, workspace: Path, logs_dir: Path, timeout_s: float, s
             Bind(source=task.tests_folder, target="/tests"),
             Bind(source=logs / "verifier", target="/logs/verifier", writable=True),
         ),
-        limits=Limits(address_space_mb=max(task.environment.memory_mb or 0, MEMORY_MB)),
+        limits=SandboxLimits(address_space_mb=max(task.environment.memory_mb or 0, MEMORY_MB)),
     )
     environment = {**BASE_ENVIRONMENT, **task.environment.env, **task.verifier.env}
     killed = True
@@ -98,7 +98,7 @@ async def grade(task: Task, workspace: Path, logs_dir: Path, timeout_s: float, s
         if exit_code is None:
             raise EvaluatorFailed(f"the verifier did not end within {timeout_s:g} s", tail(log))
         reward, source, details = _reward(logs / "verifier", exit_code, tail(log))
-        return Verdict(reward=reward, source=source, seconds=seconds, details=details)
+        return Graded(reward=reward, source=source, seconds=seconds, details=details)
     finally:
         if killed:
             await asyncio.to_thread(sandbox.clear, copy)

@@ -39,7 +39,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from infra.episodes.processes import ended, reap, remove_tree, signal_named, spawn, start_time, tail
 from infra.harness.harness import INSTRUCTION, Harness, Session
-from infra.sandbox.spec import BASE_ENVIRONMENT, BASE_URL, Bind, Limits, Sandbox, SandboxSpec
+from infra.sandbox.spec import BASE_ENVIRONMENT, BASE_URL, Bind, Sandbox, SandboxLimits, SandboxSpec
 from infra.state import keys
 from infra.state.redis import redis_address
 from infra.tasks.harbor import NOT_COPIED, Task
@@ -387,7 +387,7 @@ def _supervisor_spec(
         home=folder / "home",
         binds=(Bind(source=folder / "instruction.md", target=INSTRUCTION), *harness.binds()),
         proxy_socket=launch.proxy_socket.absolute(),
-        limits=Limits(address_space_mb=memory_mb),
+        limits=SandboxLimits(address_space_mb=memory_mb),
         status_fd=STATUS_FD,
     )
     return {

@@ -127,7 +127,7 @@ class Redis:
         self._socket = None
 
 
-class Ended(Exception):
+class EpisodeOver(Exception):
     """The episode ends for a reason that isn't the harness's own. Attributes: reason, detail."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
@@ -152,12 +152,12 @@ class Supervisor:
         try:
             self._take_lease()
             if not self._retry(self._read_held_before, START_DEADLINE_S):
-                raise Ended("failed_to_start", "Redis is away")
+                raise EpisodeOver("failed_to_start", "Redis is away")
             status_reader = self._start()
             self._watch()
             if os.WIFEXITED(self.status) and not _was_started(status_reader):
-                raise Ended("failed_to_start", _tail("harness.log"))
-        except Ended as end:
+                raise EpisodeOver("failed_to_start", _tail("harness.log"))
+        except EpisodeOver as end:
             reason, detail = end.reason, end.detail
             if self.pid and self.status < 0:
                 self._kill(0.0 if reason == "lease_lost" else self.spec["grace_s"])
@@ -193,10 +193,10 @@ class Supervisor:
                 if holder == self.identity:
                     return
                 if waited > patience or _generation(holder) > self.generation:
-                    raise Ended("lease_lost", f"the lease is held by {holder}")
+                    raise EpisodeOver("lease_lost", f"the lease is held by {holder}")
             except RedisAway as away:
                 if waited > START_DEADLINE_S:
-                    raise Ended("failed_to_start", f"no lease without Redis: {away}") from away
+                    raise EpisodeOver("failed_to_start", f"no lease without Redis: {away}") from away
             self._pause(REDIS_RETRY_S)
 
     def _lease(self, how: str) -> str:
@@ -229,13 +229,13 @@ class Supervisor:
                 setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],
             )
         except OSError as error:
-            raise Ended("failed_to_start", f"{spec['argv'][0]}: {error}") from error
+            raise EpisodeOver("failed_to_start", f"{spec['argv'][0]}: {error}") from error
         finally:
             os.close(writer)
         return reader
 
     def _watch(self) -> None:
-        """Returns when the harness has ended by itself; raises Ended when it must be ended."""
+        """Returns when the harness has ended by itself; raises EpisodeOver when it must be ended."""
         spec = self.spec
         wall_end = self.started + spec["wall_limit_s"]
         renew = self.started + spec["lease_ttl_s"] / 3
@@ -247,7 +247,7 @@ class Supervisor:
             if self.status >= 0:
                 return
             if now >= wall_end:
-                raise Ended("timed_out", "wall limit")
+                raise EpisodeOver("timed_out", "wall limit")
             if now >= renew:
                 renew = now + self._renew()
             if now >= charge:
@@ -260,7 +260,7 @@ class Supervisor:
         except RedisAway:
             return REDIS_RETRY_S
         if holder != self.identity:
-            raise Ended("lease_lost", f"the lease is held by {holder}")
+            raise EpisodeOver("lease_lost", f"the lease is held by {holder}")
         return float(self.spec["lease_ttl_s"]) / 3
 
     def _charge(self) -> float:
@@ -271,7 +271,7 @@ class Supervisor:
             return REDIS_RETRY_S
         left = self.spec["budget_s"] - (time.monotonic() - self.started - self.held_s)
         if left <= 0:
-            raise Ended("timed_out", "budget")
+            raise EpisodeOver("timed_out", "budget")
         return float(max(left, 0.1))
 
     def _read_held_before(self) -> None:
@@ -302,12 +302,12 @@ class Supervisor:
                 self._pause(REDIS_RETRY_S)
 
     def _pause(self, seconds: float) -> None:
-        """Wait, at most a second. Notices that the harness has ended; raises Ended when told to cancel."""
+        """Wait, at most a second. Notices that the harness has ended; raises EpisodeOver when told to cancel."""
         got = signal.sigtimedwait(SIGNALS, max(0.0, min(seconds, CANCEL_POLL_S)))
         self._reap()
         told = got is not None and got.si_signo != signal.SIGCHLD
         if self.status < 0 and (told or os.path.exists("cancel")):
-            raise Ended("cancelled")
+            raise EpisodeOver("cancelled")
 
     def _reap(self, options: int = os.WNOHANG) -> None:
         if self.pid and self.status < 0:

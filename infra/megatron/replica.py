@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from infra.megatron.config import OptimizerConfig
-from infra.megatron.model.layout import ON_CPU, Place
+from infra.megatron.model.layout import ON_CPU, RankPlace
 from infra.megatron.model.model import build, device, target_logprobs
 from infra.megatron.model.pack import Runs
 from infra.megatron.model.shape import read_shape
@@ -69,7 +69,7 @@ class Replica:
     ) -> None:
         self.shape = read_shape(policy_dir)
         self._model = build(self.shape, share_prefixes=share_prefixes)
-        self._place = Place.here()
+        self._place = RankPlace.here()
         self._share_prefixes = share_prefixes
         if not share_prefixes:
             logger.warning("trajectories are trained written out: each computes the prefix that it shares with others")

@@ -14,10 +14,12 @@ from __future__ import annotations
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from infra.quickstart.recipe import PolicyShape
+from infra.quickstart.recipe import QuickstartShape
 
 
-def make_model(shape: PolicyShape, *, vocabulary: int, end_of_turn: int, padding: int, seed: int) -> Qwen3ForCausalLM:
+def make_model(
+    shape: QuickstartShape, *, vocabulary: int, end_of_turn: int, padding: int, seed: int
+) -> Qwen3ForCausalLM:
     """A freshly initialised fp32 policy. Draws from a generator of its own: torch's global one isn't touched."""
     config = Qwen3Config(
         vocab_size=vocabulary,
@@ -44,7 +46,7 @@ def make_model(shape: PolicyShape, *, vocabulary: int, end_of_turn: int, padding
     return model
 
 
-def _make_copy_friendly(model: Qwen3ForCausalLM, shape: PolicyShape) -> None:
+def _make_copy_friendly(model: Qwen3ForCausalLM, shape: QuickstartShape) -> None:
     model.model.embed_tokens.weight.normal_(0.0, shape.hidden**-0.5)
     for layer in model.model.layers:
         rows = torch.linalg.qr(torch.randn(shape.hidden, shape.hidden))[0]

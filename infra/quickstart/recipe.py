@@ -31,7 +31,7 @@ CODE = (
 
 
 @dataclass(frozen=True)
-class PolicyShape:
+class QuickstartShape:
     """A Qwen3 decoder with tied embeddings; every query head has its own key and value head."""
 
     hidden: int = 128
@@ -69,7 +69,7 @@ class WarmStartRecipe:
 @dataclass(frozen=True)
 class PolicyRecipe:
     version: int = 1
-    shape: PolicyShape = field(default_factory=PolicyShape)
+    shape: QuickstartShape = field(default_factory=QuickstartShape)
     warm_start: WarmStartRecipe = field(default_factory=WarmStartRecipe)
 
     def digest(self) -> str:

@@ -50,8 +50,8 @@ class Bind(BaseModel):
     writable: bool = False
 
 
-class Limits(BaseModel):
-    """Limits of each process (memory, files) and of all processes of the sandbox together (their number)."""
+class SandboxLimits(BaseModel):
+    """Of each process (memory, files) and of all processes of the sandbox together (their number)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -78,7 +78,7 @@ class SandboxSpec(BaseModel):
     proxy_socket: Path | None = None
     """Unix socket of the model gateway, reached inside at ``BASE_URL``; None leaves no way out at all. Its folder is
     what is bound, so that a restarted gateway's new socket is found."""
-    limits: Limits = Limits()
+    limits: SandboxLimits = SandboxLimits()
     status_fd: int | None = None
     """File descriptor on which the sandbox reports, in JSON, that the program was started (``exit-code``)."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.episodes.grading import EvaluatorFailed, Verdict, grade
+from infra.episodes.grading import EvaluatorFailed, Graded, grade
 from infra.sandbox.bubblewrap import Bubblewrap
 from infra.tasks.harbor import Task
 
@@ -25,7 +25,7 @@ class Grader:
         (self.workspace / "out.txt").write_text("fox\n")
         self._make_task, self.sandbox = make_task, sandbox
 
-    async def __call__(self, test: str, timeout_s: float = 20) -> Verdict:
+    async def __call__(self, test: str, timeout_s: float = 20) -> Graded:
         return await grade(self._make_task(test), self.workspace, self.logs, timeout_s, self.sandbox)
 
 

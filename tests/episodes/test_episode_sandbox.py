@@ -11,7 +11,7 @@ import pytest
 from scripted_chat_server import ScriptedChatServer
 
 from infra.sandbox.bubblewrap import Bubblewrap
-from infra.sandbox.spec import BASE_ENVIRONMENT, Bind, Limits, SandboxSpec
+from infra.sandbox.spec import BASE_ENVIRONMENT, Bind, SandboxLimits, SandboxSpec
 
 pytestmark = pytest.mark.stack
 
@@ -100,7 +100,7 @@ def test_an_extra_bind_is_read_only_unless_it_says_otherwise(
 def test_memory_and_file_size_are_limited(
     inside: Callable[..., subprocess.CompletedProcess[str]], folder: Path
 ) -> None:
-    limits = Limits(address_space_mb=256, file_mb=1, tmp_mb=1)
+    limits = SandboxLimits(address_space_mb=256, file_mb=1, tmp_mb=1)
     done = inside(
         "python3 -I -S -c 'bytearray(400 << 20)'; head -c 3000000 /dev/zero > big; head -c 3000000 /dev/zero > /tmp/b",
         limits=limits,

@@ -23,7 +23,7 @@ from tree_parts import distance, random_tree
 
 from infra.megatron.checkpoint import read_policy
 from infra.megatron.config import OptimizerConfig
-from infra.megatron.model.layout import Layout, Place, UnsupportedLayout
+from infra.megatron.model.layout import Layout, RankPlace, UnsupportedLayout
 from infra.megatron.model.model import check_layout
 from infra.megatron.model.shape import PolicyShape, read_shape
 from infra.megatron.replica import Replica
@@ -183,5 +183,5 @@ def test_a_layout_that_fits_no_experts_is_refused(policy_dir: Path, expert_polic
             Layout(**sizes)
 
 
-def in_layout(sizes: dict[str, int]) -> Place:
-    return Place(Layout(**sizes), 0, 0, 0, 0)
+def in_layout(sizes: dict[str, int]) -> RankPlace:
+    return RankPlace(Layout(**sizes), 0, 0, 0, 0)

@@ -17,7 +17,7 @@ from infra.chat.qwen3 import ChatMLRenderer
 from infra.quickstart.demonstrations import TOOLS, demonstrate
 from infra.quickstart.model import make_model
 from infra.quickstart.prepare import MANIFEST, is_complete, prepare_policy
-from infra.quickstart.recipe import PolicyRecipe, PolicyShape, WarmStartRecipe
+from infra.quickstart.recipe import PolicyRecipe, QuickstartShape, WarmStartRecipe
 from infra.quickstart.tasks import FAMILIES, make_task
 from infra.quickstart.warm_start import encode
 
@@ -117,7 +117,7 @@ def test_what_a_killed_maker_left_behind_is_not_taken_for_a_policy(tmp_path: Pat
 
 def test_any_parameter_of_the_recipe_changes_its_digest() -> None:
     longer = PolicyRecipe(warm_start=WarmStartRecipe(steps=5, tokens_per_step=512))
-    wider = PolicyRecipe(shape=PolicyShape(intermediate=384), warm_start=SHORT.warm_start)
+    wider = PolicyRecipe(shape=QuickstartShape(intermediate=384), warm_start=SHORT.warm_start)
     assert len({SHORT.digest(), longer.digest(), wider.digest(), PolicyRecipe().digest()}) == 4
 
 
@@ -125,7 +125,7 @@ def test_the_initialisation_copies_and_leaves_the_global_generator_alone() -> No
     torch.manual_seed(0)
     expected = torch.rand(1)
     torch.manual_seed(0)
-    model = make_model(PolicyShape(), vocabulary=100, end_of_turn=2, padding=0, seed=0)
+    model = make_model(QuickstartShape(), vocabulary=100, end_of_turn=2, padding=0, seed=0)
     assert torch.equal(torch.rand(1), expected)
     attention = model.model.layers[0].self_attn
     torch.testing.assert_close(attention.o_proj.weight @ attention.v_proj.weight, torch.eye(128), atol=1e-5, rtol=0)

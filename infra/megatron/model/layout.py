@@ -54,7 +54,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """A layout and where this process is in it."""
 
     layout: Layout
@@ -72,12 +72,12 @@ class Place:
         return self.pp == self.layout.pp - 1
 
     @classmethod
-    def alone(cls) -> Place:
+    def alone(cls) -> RankPlace:
         """The only rank of a world."""
         return cls(Layout(), 0, 0, 0, 0)
 
     @classmethod
-    def here(cls) -> Place:
+    def here(cls) -> RankPlace:
         """This process's place in its world, which must have begun."""
         s = parallel_state
         layout = Layout(

@@ -19,7 +19,7 @@ from infra.megatron.model import cpu_shim
 from infra.megatron.model.attention import PackedRuns, shared_transformer_engine_attention
 from infra.megatron.model.collectives import FromPreviousStage, SumOfParts, ToNextStage, to_earlier_stages
 from infra.megatron.model.layers import with_torch_pieces
-from infra.megatron.model.layout import ON_CPU, Place, UnsupportedLayout, context_group, pipeline_group, start_world
+from infra.megatron.model.layout import ON_CPU, RankPlace, UnsupportedLayout, context_group, pipeline_group, start_world
 from infra.megatron.model.pack import NOTHING, Pack, Runs
 from infra.megatron.model.shape import PolicyShape
 
@@ -50,7 +50,7 @@ def build(shape: PolicyShape, *, share_prefixes: bool = ON_CPU) -> GPTModel:
     when the world's layout does not divide the shape. Begins a world of one rank if none has begun.
     """
     start_world()
-    place = Place.here()
+    place = RankPlace.here()
     check_layout(shape, place)
     config = _transformer_config(shape, place)
     experts = shape.experts or None
@@ -83,7 +83,7 @@ def build(shape: PolicyShape, *, share_prefixes: bool = ON_CPU) -> GPTModel:
     return model.to(device())
 
 
-def check_layout(shape: PolicyShape, place: Place) -> None:
+def check_layout(shape: PolicyShape, place: RankPlace) -> None:
     """Raises UnsupportedLayout, naming what cannot be divided."""
     layout = place.layout
     parts = {
@@ -103,7 +103,7 @@ def check_layout(shape: PolicyShape, place: Place) -> None:
         raise UnsupportedLayout(f"{layout} cannot divide {', '.join(wrong)}")
 
 
-def _transformer_config(shape: PolicyShape, place: Place) -> TransformerConfig:
+def _transformer_config(shape: PolicyShape, place: RankPlace) -> TransformerConfig:
     dtype = torch.float32 if ON_CPU else torch.bfloat16
     experts: dict[str, Any] = {}
     if shape.experts:
@@ -169,7 +169,7 @@ def target_logprobs(
     chunk at a time. ``dense``: attend by a dense mask, the reference (one context-parallel rank, CPU). Raises
     ValueError when a trajectory begins with a target, or the tokens are not those of ``runs``.
     """
-    place = Place.here()
+    place = RankPlace.here()
     if ids.numel() != runs.tokens:
         raise ValueError(f"{ids.numel()} tokens are not the {runs.tokens} of the runs")
     where = target.nonzero().squeeze(1)
@@ -202,7 +202,7 @@ def _on_every_stage(hidden: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
     return logprobs
 
 
-def _hidden_states(model: GPTModel, ids: Tensor, pack: Pack, place: Place, *, dense: bool) -> Tensor:
+def _hidden_states(model: GPTModel, ids: Tensor, pack: Pack, place: RankPlace, *, dense: bool) -> Tensor:
     """[this rank's tokens, hidden]: what this stage makes of them; on the last stage with the final norm."""
     if pack.ranks > 1:
         padded = torch.zeros(int(pack.cu_seqlens[-1]), dtype=ids.dtype, device=ids.device)

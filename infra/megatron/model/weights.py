@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from infra.megatron.model.layout import Place, expert_group, pipeline_group, tensor_group
+from infra.megatron.model.layout import RankPlace, expert_group, pipeline_group, tensor_group
 from infra.megatron.model.shape import PolicyShape
 
-ALONE: Final = Place.alone()
+ALONE: Final = RankPlace.alone()
 
 
 class WeightsError(ValueError):
@@ -46,16 +46,16 @@ class Row:
     copy: bool = False
     """A second place of an earlier row's tensor: written like the first, never read."""
 
-    def is_on(self, place: Place) -> bool:
+    def is_on(self, place: RankPlace) -> bool:
         return self.stage == place.pp and self.expert_rank in (None, place.ep)
 
-    def part_shape(self, place: Place) -> tuple[int, ...]:
+    def part_shape(self, place: RankPlace) -> tuple[int, ...]:
         """Shape of what a rank has of the Hugging Face tensor."""
         return tuple(
             size // place.layout.tp if dimension == self.split else size for dimension, size in enumerate(self.shape)
         )
 
-    def part(self, whole: Tensor, place: Place) -> Tensor:
+    def part(self, whole: Tensor, place: RankPlace) -> Tensor:
         """What a rank has of a whole Hugging Face tensor."""
         return whole if self.split is None else whole.chunk(place.layout.tp, self.split)[place.tp]
 
@@ -64,7 +64,7 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def table(shape: PolicyShape, parameters: set[str], place: Place = ALONE) -> list[Row]:
+def table(shape: PolicyShape, parameters: set[str], place: RankPlace = ALONE) -> list[Row]:
     """Rows for a policy, in Hugging Face order. ``parameters`` (Megatron's names) tells which layer spec was built.
 
     Raises WeightsError when the rows on this rank do not cover exactly these parameters.
@@ -88,7 +88,7 @@ def table(shape: PolicyShape, parameters: set[str], place: Place = ALONE) -> lis
     return rows
 
 
-def _layer(shape: PolicyShape, hf: str, mc: str, parameters: set[str], place: Place) -> Iterator[Row]:
+def _layer(shape: PolicyShape, hf: str, mc: str, parameters: set[str], place: RankPlace) -> Iterator[Row]:
     hidden, width = shape.hidden, shape.head_dim
     groups, per_group = shape.groups // place.layout.tp, shape.heads // shape.groups
     qkv = f"{mc}.self_attention.linear_qkv"
@@ -123,7 +123,7 @@ def _layer(shape: PolicyShape, hf: str, mc: str, parameters: set[str], place: Pl
             yield replace(row, expert_rank=rank)
 
 
-def _feed_forward(shape: PolicyShape, hf: str, mc: str, place: Place) -> Iterator[Row]:
+def _feed_forward(shape: PolicyShape, hf: str, mc: str, place: RankPlace) -> Iterator[Row]:
     hidden, ffn, here = shape.hidden, shape.ffn, shape.ffn // place.layout.tp
     into = (ffn, hidden)
 
@@ -135,7 +135,9 @@ def _feed_forward(shape: PolicyShape, hf: str, mc: str, place: Place) -> Iterato
     yield Row(f"{hf}.down_proj.weight", into[::-1], f"{mc}.linear_fc2.weight", _whole, split=1)
 
 
-def named_tensors(rows: list[Row], tensors: Mapping[str, Tensor], place: Place = ALONE) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(
+    rows: list[Row], tensors: Mapping[str, Tensor], place: RankPlace = ALONE
+) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, this rank's part of the tensor) from this rank's tensors by Megatron's name.
 
     Each is given by the ranks that hold its first place. Shares memory where layouts allow.
@@ -146,7 +148,7 @@ def named_tensors(rows: list[Row], tensors: Mapping[str, Tensor], place: Place =
 
 
 def gathered_tensors(
-    rows: list[Row], tensors: Mapping[str, Tensor], place: Place = ALONE
+    rows: list[Row], tensors: Mapping[str, Tensor], place: RankPlace = ALONE
 ) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, whole tensor) on every rank. Collective: all ranks must walk through all of it."""
     if place.layout.tp == place.layout.pp == place.layout.ep == 1:
@@ -166,7 +168,7 @@ def gathered_tensors(
             yield row.name, whole
 
 
-def _over_tensor_ranks(row: Row, part: Tensor, place: Place) -> Tensor:
+def _over_tensor_ranks(row: Row, part: Tensor, place: RankPlace) -> Tensor:
     """A whole tensor that is contiguous and nobody else's memory."""
     if row.split is None or place.layout.tp == 1:
         return part.clone(memory_format=torch.contiguous_format)
@@ -175,7 +177,7 @@ def _over_tensor_ranks(row: Row, part: Tensor, place: Place) -> Tensor:
     return torch.cat(parts, row.split)
 
 
-def square_sum(rows: list[Row], tensors: Mapping[str, Tensor], place: Place) -> float:
+def square_sum(rows: list[Row], tensors: Mapping[str, Tensor], place: RankPlace) -> float:
     """Σ of squares over all tensors of the policy, each counted once. Collective.
 
     ``tensors``: what ``gathered_tensors`` takes.
@@ -207,7 +209,7 @@ def check(rows: list[Row], named: Mapping[str, Tensor]) -> None:
 
 
 def copy_into(
-    rows: list[Row], named: Mapping[str, Tensor], tensors: Mapping[str, Tensor], place: Place = ALONE
+    rows: list[Row], named: Mapping[str, Tensor], tensors: Mapping[str, Tensor], place: RankPlace = ALONE
 ) -> None:
     """Write whole tensors by Hugging Face name into this rank's by Megatron's name.
 
@@ -217,14 +219,16 @@ def copy_into(
         view.copy_(part)
 
 
-def add_into(rows: list[Row], named: Mapping[str, Tensor], tensors: Mapping[str, Tensor], place: Place = ALONE) -> None:
+def add_into(
+    rows: list[Row], named: Mapping[str, Tensor], tensors: Mapping[str, Tensor], place: RankPlace = ALONE
+) -> None:
     """Like ``copy_into``, but adds."""
     for part, view in _pairs(rows, named, tensors, place):
         view.add_(part.to(device=view.device, dtype=view.dtype))
 
 
 def _pairs(
-    rows: list[Row], named: Mapping[str, Tensor], tensors: Mapping[str, Any], place: Place
+    rows: list[Row], named: Mapping[str, Tensor], tensors: Mapping[str, Any], place: RankPlace
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """(this rank's part of a named tensor, the view that holds it), of one shape."""
     check(rows, named)
