@@ -71,21 +71,11 @@ class KvStoreBackend(HiCacheStorage):  # type: ignore[misc]
     def close(self) -> None:
         self._client.close()
 
-    # What SGLang no longer calls for a backend that takes pages by address.
-
-    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
-        raise NotImplementedError("pages are read by address")
-
-    def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> None:
-        raise NotImplementedError("pages are read by address")
-
-    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        raise NotImplementedError("pages are written by address")
-
-    def batch_set(
-        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
-    ) -> bool:
-        raise NotImplementedError("pages are written by address")
-
     def exists(self, key: str) -> bool:
         return self.batch_exists([key]) == 1
+
+    def _by_address_only(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError("pages are read and written by address")
+
+    get = batch_get = set = batch_set = _by_address_only
+    """What SGLang no longer calls for a backend that takes pages by address."""

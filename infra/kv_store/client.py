@@ -21,6 +21,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Final, Literal, TypeVar
 
 log = logging.getLogger(__name__)
@@ -242,11 +243,8 @@ class StoreClient:
 
 
 def _places(address: int, sizes: Sequence[int]) -> list[int]:
-    places = []
-    for size in sizes:
-        places.append(address)
-        address += size
-    return places
+    """Where objects of these sizes begin when they lie one after the other."""
+    return list(accumulate(sizes[:-1], initial=address))
 
 
 def _checked(codes: Sequence[int]) -> list[int]:

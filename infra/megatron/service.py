@@ -41,9 +41,8 @@ from infra.state import keys
 from infra.state.blobs import BlobStore
 from infra.state.redis import text
 from infra.transfer.endpoint import TensorPublisher, pull
-from infra.transfer.errors import TransferError
 from infra.transfer.manifest import TransferManifest, checksum
-from infra.transfer.mooncake import MooncakeEndpoint
+from infra.transfer.mooncake import MooncakeEndpoint, TransferError
 from trajectory.micro_step import MicroStep
 
 logger = logging.getLogger(__name__)

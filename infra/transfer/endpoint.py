@@ -17,11 +17,8 @@ from typing import Final
 
 import torch
 
-from infra.transfer.errors import SourceLost, TornRead, TransferError, TransferStalled
 from infra.transfer.manifest import TensorEntry, TransferManifest, digest, dtype_name, tensor_bytes
-from infra.transfer.mooncake import MooncakeEndpoint, ReadOp
-
-__all__ = ["SourceLost", "TensorPublisher", "TornRead", "TransferError", "TransferStalled", "pull"]
+from infra.transfer.mooncake import MooncakeEndpoint, ReadOp, TransferError
 
 CHUNK_BYTES: Final = 4 << 20
 IDENTITY_BYTES: Final = 64
@@ -29,6 +26,10 @@ IDENTITY_BYTES: Final = 64
 
 REREADS: Final = 2
 """Times that chunks with a wrong digest are read again before a pull gives up."""
+
+
+class TornRead(TransferError):
+    """The source can be read, but its memory doesn't hold (or no longer holds) what the manifest says."""
 
 
 class TensorPublisher:

@@ -37,8 +37,6 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from infra.transfer.errors import SourceLost, TransferError, TransferStalled
-
 WINDOW: Final = 8
 """Transfers in flight at once (the engine has 4 connections per peer and refuses more than about 2,000)."""
 
@@ -51,6 +49,19 @@ SETTLE_S: Final = 1.0
 
 _NO_TRANSFER: Final = (0, -1, 2**64 - 1)
 _COMPLETED, _PENDING, _FAILED = 1, 0, -1
+
+
+class TransferError(RuntimeError):
+    """A transfer failed: a reason to try another source. The endpoint is usable, and nothing that was read has reached
+    the caller."""
+
+
+class SourceLost(TransferError):
+    """The source's process is gone, or it refuses to be read at that address."""
+
+
+class TransferStalled(TransferError):
+    """Nothing arrived for too long, or the deadline passed: a stopped process, a dead link, an overloaded machine."""
 
 
 class ReadOp(NamedTuple):

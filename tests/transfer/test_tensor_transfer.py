@@ -19,9 +19,9 @@ import pytest
 import torch
 from transfer_source import At, Source, version_tensors
 
-from infra.transfer.endpoint import SourceLost, TensorPublisher, TornRead, TransferError, TransferStalled, pull
+from infra.transfer.endpoint import TensorPublisher, TornRead, pull
 from infra.transfer.manifest import TransferManifest, checksum
-from infra.transfer.mooncake import MooncakeEndpoint
+from infra.transfer.mooncake import MooncakeEndpoint, SourceLost, TransferError, TransferStalled
 
 pytestmark = pytest.mark.stack
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from infra.kv_store.processes import master_command, segment_command
+from infra.kv_store.commands import master_command, segment_command
 from infra.settings import Settings
 from infra.sglang.launch import engine_command, engine_environment
 
