@@ -15,6 +15,7 @@ from temporalio.exceptions import ApplicationError
 from activities.beating import beating
 from activities.episodes.runner import EpisodeRunner
 from activities.services import Services
+from infra.files import write_whole
 from infra.harness.harness import HarnessUnavailable
 from infra.tasks.harbor import TaskInvalid
 from workflows.contracts.configuration import Contract
@@ -57,6 +58,4 @@ class EpisodeActivities:
 
 def _write(file: Path, attempt: Attempt) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(".part")
-    part.write_text(attempt.model_dump_json(), encoding="utf-8")
-    part.replace(file)
+    write_whole(file, attempt.model_dump_json())

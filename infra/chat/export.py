@@ -8,10 +8,10 @@ tokenise a whole conversation merge there).
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 from infra.chat.renderer import Renderer
+from infra.files import write_whole
 
 TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -22,14 +22,8 @@ def write_template(folder: Path, renderer: Renderer) -> None:
     programs that know only that. Each is replaced whole or not at all.
     """
     source = renderer.template
-    _replace(folder / TEMPLATE_FILE, source)
+    write_whole(folder / TEMPLATE_FILE, source)
     config = folder / TOKENIZER_CONFIG
     if config.exists():
         described = {**json.loads(config.read_text(encoding="utf-8")), "chat_template": source}
-        _replace(config, json.dumps(described, indent=2, ensure_ascii=False) + "\n")
-
-
-def _replace(path: Path, text: str) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
+        write_whole(config, json.dumps(described, indent=2, ensure_ascii=False) + "\n")

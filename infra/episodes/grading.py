@@ -22,7 +22,8 @@ from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from infra.episodes.processes import ended, reap, remove_tree, spawn, tail
+from infra.episodes.processes import ended, reap, spawn
+from infra.files import remove_tree, tail
 from infra.sandbox.spec import BASE_ENVIRONMENT, Bind, Sandbox, SandboxLimits, SandboxSpec
 from infra.tasks.harbor import Task
 

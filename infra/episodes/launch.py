@@ -37,7 +37,8 @@ from typing import Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from infra.episodes.processes import ended, reap, remove_tree, signal_named, spawn, start_time, tail
+from infra.episodes.processes import ended, reap, signal_named, spawn, start_time
+from infra.files import remove_tree, tail
 from infra.harness.harness import INSTRUCTION, Harness, Session
 from infra.sandbox.spec import BASE_ENVIRONMENT, BASE_URL, Bind, Sandbox, SandboxLimits, SandboxSpec
 from infra.state import keys

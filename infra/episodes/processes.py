@@ -10,15 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import signal
-import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from infra.episodes.supervisor import start_time
 
-__all__ = ["ended", "reap", "remove_tree", "signal_named", "spawn", "start_time", "tail"]
+__all__ = ["ended", "reap", "signal_named", "spawn", "start_time"]
 
 
 def spawn(
@@ -98,23 +96,3 @@ def signal_named(pid: int, start: int, number: int) -> bool:
     finally:
         os.close(descriptor)
     return True
-
-
-def tail(file: Path, size: int = 2000) -> str:
-    """Last ``size`` bytes of a file as text; empty when there is none."""
-    with contextlib.suppress(FileNotFoundError), file.open("rb") as stream:
-        stream.seek(max(0, os.fstat(stream.fileno()).st_size - size))
-        return stream.read(size).decode("utf-8", "replace").strip()
-    return ""
-
-
-def remove_tree(folder: Path) -> None:
-    """Remove a folder, whatever depth and permissions an agent has left in it; links are removed, not followed."""
-    try:
-        shutil.rmtree(folder)
-    except FileNotFoundError:
-        return
-    except (OSError, RecursionError):
-        if not folder.is_symlink():
-            subprocess.run(["/bin/chmod", "-R", "u+rwx", "--", str(folder)], stderr=subprocess.DEVNULL, check=False)
-        subprocess.run(["/bin/rm", "-rf", "--", str(folder)], check=True)

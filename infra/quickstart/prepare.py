@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from pathlib import Path
 from infra.chat.chatml import IM_END
 from infra.chat.export import write_template
 from infra.chat.qwen3 import ChatMLRenderer
+from infra.files import write_whole
 from infra.quickstart.recipe import PolicyRecipe
 
 MANIFEST = "manifest.json"
@@ -131,9 +131,7 @@ def _write_tokenizer_config(folder: Path, positions: int) -> None:
 
 def _write_manifest(folder: Path, recipe: PolicyRecipe, digest: str, seed: int) -> None:
     manifest = {"recipe": asdict(recipe), "recipe_digest": digest, "seed": seed, "files": _digests(folder)}
-    part = folder / (MANIFEST + ".part")
-    part.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-    os.replace(part, folder / MANIFEST)
+    write_whole(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
 
 
 def _digests(folder: Path) -> dict[str, str]:

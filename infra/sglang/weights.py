@@ -8,12 +8,12 @@ headers of the checkpoint's safetensors files; torch is needed only to pack tens
 from __future__ import annotations
 
 import base64
-import json
 import pickle
-import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from safetensors import safe_open
 
 if TYPE_CHECKING:
     import torch
@@ -34,10 +34,9 @@ def checkpoint_shapes(model_dir: Path | str) -> dict[str, Shape]:
         raise FileNotFoundError(f"no safetensors file in {model_dir}")
     shapes: dict[str, Shape] = {}
     for file in files:
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            header: dict[str, Any] = json.loads(stream.read(length))
-        shapes.update({name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"})
+        with safe_open(file, framework="numpy") as tensors:
+            names = tensors.keys()
+            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
     return shapes
 
 

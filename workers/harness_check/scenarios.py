@@ -18,7 +18,7 @@ from typing import Final
 from redis.asyncio import Redis
 
 from infra.episodes.launch import EpisodeLaunch, Exit, Running, SupervisorLost, launch_or_adopt, stop, wait
-from infra.episodes.processes import tail
+from infra.files import tail
 from infra.harness.harness import Harness
 from infra.sandbox.bubblewrap import Bubblewrap
 from infra.state import keys
