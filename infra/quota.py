@@ -110,10 +110,12 @@ def set_quota(name: str, cores: float) -> Quota:
 
 def left_over(prefix: str) -> list[Quota]:
     """Groups whose name begins with ``prefix``, wherever ``set_quota`` may have made them."""
-    found = []
-    for parent, version in places():
-        found += [Quota(folder, 0.0, version) for folder in sorted(parent.glob(f"{prefix}*")) if folder.is_dir()]
-    return found
+    return [
+        Quota(folder, 0.0, version)
+        for parent, version in places()
+        for folder in sorted(parent.glob(f"{prefix}*"))
+        if folder.is_dir()
+    ]
 
 
 def places(

@@ -91,7 +91,7 @@ def _template(folder: Path) -> str | None:
         return file.read_text(encoding="utf-8")
     stored = _json(folder / TOKENIZER_CONFIG).get("chat_template")
     if isinstance(stored, list):  # several by name
-        stored = {one["name"]: one["template"] for one in stored}.get("default")
+        stored = {named["name"]: named["template"] for named in stored}.get("default")
     return stored if isinstance(stored, str) else None
 
 

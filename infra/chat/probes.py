@@ -73,14 +73,15 @@ def probes(say: Callable[[str, str, list[Sent]], Sent], thinks: bool) -> list[Pr
 
     parameters = {"type": "object", "properties": {"at": {"type": "string", "description": "parameter000w"}}}
     tool = {"type": "function", "function": {"name": "look", "description": "tool000w", "parameters": parameters}}
-    found = []
+    conversations = []
     for name, signs in _TALKS.items():
         messages = [message(sign) for sign in signs.split()]
         words = re.findall(r"[a-z]+\d{3}w", repr(messages).replace("\\n", " "))
         spoken = tuple(word for word in words if not word.startswith("id"))
-        found.append(Probe(name, tuple(messages), (), spoken))
-        found.append(Probe(f"{name}, with tools", tuple(messages), (tool,), (*spoken, "tool000w", "parameter000w")))
-    return found
+        conversations.append(Probe(name, tuple(messages), (), spoken))
+        with_tools = (*spoken, "tool000w", "parameter000w")
+        conversations.append(Probe(f"{name}, with tools", tuple(messages), (tool,), with_tools))
+    return conversations
 
 
 def check_probe(template: ChatTemplate, probe: Probe) -> None:
@@ -125,9 +126,9 @@ def _broken(template: ChatTemplate, probe: Probe) -> str | None:
             return "the prompt of an earlier call changes later, " + _difference(earlier, later)
     for count, turn, later in zip(calls, turns, prompts[1:], strict=False):
         answer = probe.messages[count]["content"]
-        said = turn[: turn.rindex(answer) + len(answer)]
-        if not later.startswith(said):
-            return "an earlier turn changes later, " + _difference(said, later)
+        up_to_answer = turn[: turn.rindex(answer) + len(answer)]
+        if not later.startswith(up_to_answer):
+            return "an earlier turn changes later, " + _difference(up_to_answer, later)
     return None
 
 
@@ -139,9 +140,8 @@ def _difference(earlier: str, later: str) -> str:
 
 def common_length(*texts: str) -> int:
     """Characters that all texts begin with."""
-    return next(
-        (place for place, found in enumerate(zip(*texts, strict=False)) if len(set(found)) > 1), min(map(len, texts))
-    )
+    shortest = min(map(len, texts))
+    return next((place for place in range(shortest) if len({text[place] for text in texts}) > 1), shortest)
 
 
 def _kinds(words: Sequence[str]) -> str:

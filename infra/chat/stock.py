@@ -55,12 +55,12 @@ class StockRenderer:
             raise TemplateUnfit(f"the template raises on a lone user message: {error}") from error
         self._thinking = prompt.rstrip().endswith("<think>")
         self._knows_reasoning = "reasoning_content" in source
-        found = probes(self._assistant, self._thinking)
-        for probe in found:
+        conversations = probes(self._assistant, self._thinking)
+        for probe in conversations:
             check_probe(self._template, probe)
         try:
             self._learn()
-            for probe in found:
+            for probe in conversations:
                 self._check_blocks(probe)
             self._check_reading()
         except TemplateRefuses as error:
@@ -136,12 +136,12 @@ class StockRenderer:
         return restore(whole[len(lead) : whole.rindex(end)])
 
     def _assistant(self, content: str, reasoning: str, calls: list[Sent]) -> Sent:
-        said: dict[str, Any] = {"role": "assistant", "content": content}
+        message: dict[str, Any] = {"role": "assistant", "content": content}
         if reasoning and self._knows_reasoning:
-            said["reasoning_content"] = reasoning
+            message["reasoning_content"] = reasoning
         elif reasoning:
-            said["content"] = f"<think>\n{reasoning}\n</think>\n\n{content}"
-        return said | ({"tool_calls": calls} if calls else {})
+            message["content"] = f"<think>\n{reasoning}\n</think>\n\n{content}"
+        return message | ({"tool_calls": calls} if calls else {})
 
     def _learn(self) -> None:
         """What stands between a message of one role and one of another, or the generation prompt."""
@@ -203,12 +203,12 @@ class StockRenderer:
 
     def _check_reading(self) -> None:
         call = ToolCall(id="gyrecall0", name="look", arguments='{"at": "x"}')
-        said = Message(role="assistant", content="here", reasoning="because", tool_calls=(call, call))
-        parts = self._body(said)
+        sample = Message(role="assistant", content="here", reasoning="because", tool_calls=(call, call))
+        parts = self._body(sample)
         if self._thinking:
             parts = self.vocabulary.structure(self._spell(parts).removeprefix("<think>"))
         turn = self.parse(self.vocabulary.ids(parts))
-        read = (turn.content, turn.reasoning, [(one.name, one.arguments) for one in turn.calls])
+        read = (turn.content, turn.reasoning, [(each.name, each.arguments) for each in turn.calls])
         if read != ("here", "because", [(call.name, call.arguments)] * 2):
             raise TemplateUnfit(
                 "turns as the template writes them can't be read: gyre knows <think>…</think> and "

@@ -305,8 +305,8 @@ class Supervisor:
         """Wait, at most a second. Notices that the harness has ended; raises EpisodeOver when told to cancel."""
         got = signal.sigtimedwait(SIGNALS, max(0.0, min(seconds, CANCEL_POLL_S)))
         self._reap()
-        told = got is not None and got.si_signo != signal.SIGCHLD
-        if self.status < 0 and (told or os.path.exists("cancel")):
+        asked = got is not None and got.si_signo != signal.SIGCHLD
+        if self.status < 0 and (asked or os.path.exists("cancel")):
             raise EpisodeOver("cancelled")
 
     def _reap(self, options: int = os.WNOHANG) -> None:

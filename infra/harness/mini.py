@@ -284,12 +284,12 @@ def run(server: Server, model: str, instruction: str, max_turns: int, timeout_s:
     """The conversation, to its end."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": instruction.strip()}]
     for _ in range(max_turns):
-        said = server.complete({"model": model, "messages": messages, "tools": TOOLS})
-        calls = said.get("tool_calls") or []
+        turn = server.complete({"model": model, "messages": messages, "tools": TOOLS})
+        calls = turn.get("tool_calls") or []
         if not calls:
             return
         messages.append(
-            {key: said[key] for key in ("role", "content", "reasoning_content", "tool_calls") if key in said}
+            {key: turn[key] for key in ("role", "content", "reasoning_content", "tool_calls") if key in turn}
         )
         for call in calls:
             name = call["function"]["name"]

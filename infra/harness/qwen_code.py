@@ -79,7 +79,8 @@ class QwenCode(PackagedHarness):
         super().check()
         if not self._node:
             raise HarnessUnavailable(f"qwen-code needs Node.js {NODE_MAJOR} at {' or '.join(NODES)}: install nodejs")
-        told = subprocess.run([self._node, "--version"], capture_output=True, text=True, timeout=30, check=False)
-        major = told.stdout.strip().removeprefix("v").partition(".")[0]
+        line = [self._node, "--version"]
+        version = subprocess.run(line, capture_output=True, text=True, timeout=30, check=False).stdout
+        major = version.strip().removeprefix("v").partition(".")[0]
         if not major.isdigit() or int(major) < NODE_MAJOR:
-            raise HarnessUnavailable(f"qwen-code needs Node.js {NODE_MAJOR} or newer; {self._node} is {told.stdout!r}")
+            raise HarnessUnavailable(f"qwen-code needs Node.js {NODE_MAJOR} or newer; {self._node} is {version!r}")

@@ -39,8 +39,8 @@ class KvStoreBackend(HiCacheStorage):  # type: ignore[misc]
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
         """How many of the first pages are in the store."""
-        found = self._client.look(self._names(keys))
-        return found.index(False) if False in found else len(found)
+        stored = self._client.look(self._names(keys))
+        return stored.index(False) if False in stored else len(stored)
 
     def batch_get_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         read = self._client.read(self._names(keys), self._pages(len(keys), host_indices))
@@ -48,13 +48,13 @@ class KvStoreBackend(HiCacheStorage):  # type: ignore[misc]
 
     def batch_set_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         names = self._names(keys)
-        there = self._client.look(names)
-        new = [number for number, found in enumerate(there) if not found]
+        stored = self._client.look(names)
+        new = [number for number, is_stored in enumerate(stored) if not is_stored]
         pages = self._pages(len(keys), host_indices)
         written = self._client.write([names[number] for number in new], [pages[number] for number in new])
         for number, done in zip(new, written, strict=True):
-            there[number] = done
-        return there
+            stored[number] = done
+        return stored
 
     def _names(self, keys: Sequence[str]) -> list[str]:
         return [object_name(self._space, key, self._shard) for key in keys]

@@ -109,8 +109,8 @@ class StoreClient:
     def look(self, names: Sequence[str]) -> list[bool]:
         """Which objects are complete in the store."""
         wanted = list(names)
-        found = self._bounded("look", lambda store, lane: _checked(store.batch_is_exist(wanted)))
-        return [code == 1 for code in found] if found is not None else [False] * len(wanted)
+        codes = self._bounded("look", lambda store, lane: _checked(store.batch_is_exist(wanted)))
+        return [code == 1 for code in codes] if codes is not None else [False] * len(wanted)
 
     def read(self, names: Sequence[str], into: Sequence[Sequence[Region]]) -> int:
         """Copy objects into memory, each into its regions in order; returns how many of the first were read whole."""

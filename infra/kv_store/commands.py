@@ -20,8 +20,8 @@ class StoreMissing(RuntimeError):
 
 def master_command(host: str, port: int, http_port: int) -> list[str]:
     """The process that knows where each page is. Raises StoreMissing."""
-    found = find_spec("mooncake")
-    program = Path(found.origin).parent / "mooncake_master" if found is not None and found.origin else None
+    spec = find_spec("mooncake")
+    program = Path(spec.origin).parent / "mooncake_master" if spec is not None and spec.origin else None
     if program is None or not program.exists():
         raise StoreMissing("the KV store needs Mooncake's master, which is not installed")
     flags = {

@@ -56,8 +56,8 @@ class BlobStore:
         base = f"{self.root}/named"
         if not self.fs.exists(f"{base}/{prefix}"):
             return []
-        found: list[Any] = self.fs.find(f"{base}/{prefix}")
-        return sorted(str(path).split("/named/", 1)[1] for path in found if ".part-" not in str(path))
+        paths: list[Any] = self.fs.find(f"{base}/{prefix}")
+        return sorted(str(path).split("/named/", 1)[1] for path in paths if ".part-" not in str(path))
 
     def _blob_path(self, digest: str) -> str:
         return f"{self.root}/sha256/{digest[:2]}/{digest}"

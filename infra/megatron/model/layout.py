@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 
@@ -124,17 +123,7 @@ def end_world() -> None:
     parallel_state.destroy_model_parallel()
 
 
-def tensor_group() -> Any:
-    return parallel_state.get_tensor_model_parallel_group()
-
-
-def pipeline_group() -> Any:
-    return parallel_state.get_pipeline_model_parallel_group()
-
-
-def context_group() -> Any:
-    return parallel_state.get_context_parallel_group()
-
-
-def expert_group() -> Any:
-    return parallel_state.get_expert_model_parallel_group()
+tensor_group = parallel_state.get_tensor_model_parallel_group
+pipeline_group = parallel_state.get_pipeline_model_parallel_group
+context_group = parallel_state.get_context_parallel_group
+expert_group = parallel_state.get_expert_model_parallel_group

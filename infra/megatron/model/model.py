@@ -180,7 +180,8 @@ def target_logprobs(
     hidden = _hidden_states(model, ids, pack, place, dense=dense)
     exact = torch.promote_types(hidden.dtype, torch.float32)
     if not place.last_stage:
-        return _on_every_stage(hidden, runs.tokens, exact)
+        from_last: Tensor = ToNextStage.apply(hidden, runs.tokens, exact, pipeline_group())
+        return from_last
 
     labels, heat = ids.long(), temperature.to(exact)
     if pack.ranks > 1:
@@ -195,11 +196,6 @@ def target_logprobs(
     if pack.ranks > 1:
         logprobs = SumOfParts.apply(logprobs, context_group())
     return to_earlier_stages(logprobs, pipeline_group())
-
-
-def _on_every_stage(hidden: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
-    logprobs: Tensor = ToNextStage.apply(hidden, tokens, dtype, pipeline_group())
-    return logprobs
 
 
 def _hidden_states(model: GPTModel, ids: Tensor, pack: Pack, place: RankPlace, *, dense: bool) -> Tensor:
