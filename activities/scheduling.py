@@ -41,7 +41,6 @@ class SchedulingActivities:
     @activity.defn(name="close_step")
     async def close_step(self, run: str, step: int) -> None:
         await demand.close_step(self._redis, run, step)
-        await durations.forget_step(self._redis, run, step)
 
     @activity.defn(name="await_turn")
     async def await_turn(self, run: str, step: int) -> None:

@@ -91,7 +91,6 @@ class EpisodeRunner:
     async def run(self, episode: EpisodeInput, on_beat: Callable[[], None]) -> EpisodeExit:
         """To the end. Cancelling leaves the harness running, to be adopted; ``cancel`` ends it."""
         name = self.name(episode)
-        await durations.episode_started(self._redis, episode.run, episode.step, name)
         await demand.episode_started(self._redis, episode.run, episode.step, name)
         start = await self._current(name)
         while True:

@@ -1,10 +1,12 @@
-"""Counts of a step's episodes in Redis: what the scheduler's policies look at.
+"""Counts of a step's episodes in Redis: what the scheduler's policies look at. What is counted is also clocked.
 
-Sets of names rather than counters, so that an activity that runs twice counts once.
+Sets of names rather than counters, so that an activity that runs twice counts once. Of an episode the first start
+counts: an attempt that adopts a harness goes on with its clock.
 """
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from redis.asyncio import Redis
@@ -12,7 +14,7 @@ from redis.asyncio import Redis
 from infra.state import keys
 
 KEEP_S = 14 * 24 * 3600
-"""Seconds for which a closed step's counts are kept."""
+"""Seconds for which a closed step's counts and clocks are kept."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,12 @@ async def open_step(redis: Redis, run: str, step: int, total: int) -> None:
         await pipe.execute()
 
 
-async def episode_started(redis: Redis, run: str, step: int, episode: str) -> None:
-    await redis.sadd(keys.step_running(run, step), episode)
+async def episode_started(redis: Redis, run: str, step: int, episode: str, at: float | None = None) -> None:
+    """``at``: Unix seconds; now if None."""
+    async with redis.pipeline(transaction=True) as pipe:
+        pipe.hsetnx(keys.step_started(run, step), episode, repr(time.time() if at is None else at))
+        pipe.sadd(keys.step_running(run, step), episode)
+        await pipe.execute()
 
 
 async def episode_ended(redis: Redis, run: str, step: int, episode: str) -> None:
@@ -74,6 +80,6 @@ async def older_queued(redis: Redis, run: str, step: int) -> int:
 async def close_step(redis: Redis, run: str, step: int) -> None:
     async with redis.pipeline(transaction=True) as pipe:
         pipe.srem(keys.open_steps(run), step)
-        for key in (keys.step_demand(run, step), keys.step_running(run, step), keys.step_ended(run, step)):
-            pipe.expire(key, KEEP_S)
+        for name in keys.OF_STEP:
+            pipe.expire(name(run, step), KEEP_S)
         await pipe.execute()

@@ -1,19 +1,17 @@
 """How long a step's episodes have run and took, in Redis: what forecasts of its tail are made from.
 
-Hashes by episode, so that an activity that runs twice writes the same. It counts nothing (`infra.state.demand` does),
-and knows nothing of forecasts.
+Hashes by episode, so that an activity that runs twice writes the same. `infra.state.demand` counts, and writes when
+episodes start. It knows nothing of forecasts.
 """
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 
 from pydantic import BaseModel
 from redis.asyncio import Redis
 
 from infra.state import keys
-from infra.state.demand import KEEP_S
 from infra.state.redis import text
 
 
@@ -44,11 +42,6 @@ async def plan_step(redis: Redis, run: str, step: int, plan: StepPlan) -> None:
     await redis.hset(keys.step_demand(run, step), "plan", plan.model_dump_json())
 
 
-async def episode_started(redis: Redis, run: str, step: int, episode: str, at: float | None = None) -> None:
-    """The first start counts: an attempt that adopts a harness goes on with its clock. ``at``: Unix seconds."""
-    await redis.hsetnx(keys.step_started(run, step), episode, repr(time.time() if at is None else at))
-
-
 async def episode_took(redis: Redis, run: str, step: int, episode: str, active_s: float) -> None:
     await redis.hset(keys.step_durations(run, step), episode, repr(active_s))
 
@@ -73,11 +66,3 @@ async def held_s(redis: Redis, episodes: list[str]) -> list[float]:
     if not episodes:
         return []
     return [float(value or 0) for value in await redis.mget([keys.held(episode) for episode in episodes])]
-
-
-async def forget_step(redis: Redis, run: str, step: int) -> None:
-    """The step is closed: its clocks are kept for a while, as its counts are."""
-    async with redis.pipeline(transaction=True) as pipe:
-        pipe.expire(keys.step_started(run, step), KEEP_S)
-        pipe.expire(keys.step_durations(run, step), KEEP_S)
-        await pipe.execute()

@@ -197,3 +197,6 @@ step_started = _of_step("started")
 
 step_durations = _of_step("durations")
 """Hash: episode of the step that has ended -> its active seconds."""
+
+OF_STEP = (step_demand, step_running, step_ended, step_started, step_durations)
+"""Every key of a step."""

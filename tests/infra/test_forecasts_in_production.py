@@ -24,8 +24,7 @@ async def opened(redis: Redis, step: int, tasks: list[str] = TASKS) -> None:
 
 async def started(redis: Redis, step: int, group: int, index: int, ago_s: float) -> None:
     episode = episode_name("r", step, group, index)
-    await durations.episode_started(redis, "r", step, episode, time.time() - ago_s)
-    await demand.episode_started(redis, "r", step, episode)
+    await demand.episode_started(redis, "r", step, episode, time.time() - ago_s)
 
 
 async def ended(redis: Redis, step: int, group: int, index: int, active_s: float) -> None:
