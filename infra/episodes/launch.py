@@ -396,11 +396,7 @@ def _supervisor_spec(
         "generation": launch.generation,
         "folder": str(folder),
         "argv": sandbox.command(sandbox_spec),
-        "environment": {
-            **BASE_ENVIRONMENT,
-            **environment.env,
-            **harness.environment(session),
-        },
+        "environment": {**BASE_ENVIRONMENT, **environment.env, **harness.environment(session)},
         "status_fd": STATUS_FD,
         "redis": redis_address(launch.redis_url),
         "lease_key": keys.lease(launch.episode),

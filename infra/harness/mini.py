@@ -35,6 +35,7 @@ READ_TIMEOUT_S = 600.0
 GIVE_UP_S = 600.0
 BACKOFF_S = (0.02, 10.0)
 RETRIED = (408, 429)
+OUT_OF_ROOM = ("context_length", "context length", "context limit", "context window", "call limit", "call_limit")
 
 
 def _tool(name: str, description: str, **parameters: str) -> dict[str, Any]:
@@ -67,17 +68,7 @@ class Refused(Exception):
     def out_of_room(self) -> bool:
         """Whether the context or the calls are used up: the end of the work, not a fault."""
         text = f"{self.code} {self.message}".lower()
-        return self.status == 400 and any(
-            word in text
-            for word in (
-                "context_length",
-                "context length",
-                "context limit",
-                "context window",
-                "call limit",
-                "call_limit",
-            )
-        )
+        return self.status == 400 and any(words in text for words in OUT_OF_ROOM)
 
 
 class Unreachable(Exception):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -34,6 +34,9 @@ DTYPES: Final = {
     "float64": 8,
 }
 """The torch dtypes that can be moved, with their bytes per element."""
+
+digest: Final = xxhash.xxh3_128_hexdigest
+"""xxh3-128 (hex) of a bytes-like object."""
 
 
 class TensorEntry(BaseModel):
@@ -88,7 +91,7 @@ class TransferManifest(BaseModel):
     @property
     def checksum(self) -> str:
         """xxh3-128 (hex) of the whole manifest: equal for equal manifests only."""
-        return xxhash.xxh3_128_hexdigest(self.model_dump_json().encode())
+        return digest(self.model_dump_json().encode())
 
     def chunk(self, index: int) -> tuple[int, int]:
         """(offset, length) in bytes of a chunk."""
@@ -109,11 +112,6 @@ def tensor_bytes(tensor: Tensor) -> Tensor:
     import torch
 
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def digest(data: Any) -> str:
-    """xxh3-128 (hex) of a bytes-like object."""
-    return xxhash.xxh3_128_hexdigest(data)
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> str:
