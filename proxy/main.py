@@ -23,7 +23,7 @@ from infra.chat.families import NoRenderer, renderer_for
 from infra.chat.renderer import Renderer
 from infra.chat.tokens import TokenizerUnfit
 from infra.kv_store.arrival import Arrival
-from infra.kv_store.layout import bytes_per_token, namespace, read_config
+from infra.kv_store.pages import bytes_per_token, namespace, read_config
 from infra.settings import Settings
 from infra.sglang.client import EngineClient
 from infra.state.keys import Route

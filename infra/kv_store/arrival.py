@@ -12,7 +12,7 @@ import time
 
 import aiohttp
 
-from infra.kv_store.layout import PAGE_TOKENS, TokenIds, object_name, page_digests, root_digest
+from infra.kv_store.pages import PAGE_TOKENS, TokenIds, object_name, page_digests, root_digest
 
 POLL_S = 0.01
 ANSWER_S = 1.0

@@ -19,7 +19,7 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 from infra.kv_store.client import Region, StoreAddress, StoreClient
-from infra.kv_store.layout import object_name
+from infra.kv_store.pages import object_name
 
 BUFFER_BYTES = 8 << 20
 """Through which pages go; more than one page of any model."""

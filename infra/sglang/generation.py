@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from infra.kv_store.layout import cache_salt
+from infra.kv_store.pages import cache_salt
 from infra.sglang.errors import EngineError, EngineRefused, EngineVersionMismatch
 
 Finish = Literal["stop", "length", "abort"]

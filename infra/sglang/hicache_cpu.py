@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from infra.kv_store.layout import page_digests
+from infra.kv_store.pages import page_digests
 
 MEMORY_RESERVE = 256 << 20
 """Bytes that a host pool leaves free on the machine; the pool of a local cell is small, and so may the machine be."""

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from infra.kv_store.client import StoreAddress
-from infra.kv_store.layout import PAGE_TOKENS, namespace, read_config
+from infra.kv_store.pages import PAGE_TOKENS, namespace, read_config
 
 HTTP_KEEP_ALIVE_S = 75
 """How long the server keeps an idle connection. Clients must drop theirs earlier, or a request meets a closing one."""

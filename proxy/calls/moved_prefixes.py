@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from infra.kv_store.arrival import Arrival
-from infra.kv_store.layout import cache_salt
+from infra.kv_store.pages import cache_salt
 from infra.sglang.generation import Generation
 from infra.state.keys import Route
 

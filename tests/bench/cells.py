@@ -23,7 +23,7 @@ from redis.asyncio import Redis
 
 from infra.kv_store.client import StoreAddress
 from infra.kv_store.commands import master_command, segment_command
-from infra.kv_store.layout import read_config
+from infra.kv_store.pages import read_config
 from infra.sglang.client import EngineClient
 from infra.sglang.launch import engine_command, engine_environment
 from infra.sglang.weights import checkpoint_shapes

@@ -30,7 +30,7 @@ from tokenizers import Tokenizer
 from transformers import Qwen3ForCausalLM
 
 from infra.kv_store.arrival import Arrival
-from infra.kv_store.layout import cache_salt, namespace, read_config
+from infra.kv_store.pages import cache_salt, namespace, read_config
 from infra.sglang.client import EngineClient
 from infra.state import keys
 from proxy.calls.recorder import as_bytes

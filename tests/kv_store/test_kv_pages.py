@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.mem_cache.utils import storage_namespace_seed
 
-from infra.kv_store.layout import (
+from infra.kv_store.pages import (
     PAGE_TOKENS,
     bytes_per_token,
     cache_salt,
