@@ -27,6 +27,7 @@ from infra.kv_store.pages import bytes_per_token, namespace, read_config
 from infra.settings import Settings
 from infra.sglang.client import EngineClient
 from infra.state.keys import Route
+from infra.state.redis import redis_client
 from proxy.app import create_app
 from proxy.calls.gateway import Gateway
 from proxy.calls.moved_prefixes import Kv
@@ -123,7 +124,7 @@ def main() -> None:
         if processes > 1:
             family = Family(module_command("proxy.main", sys.argv[1:]), sockets, processes)
             sys.exit(asyncio.run(family.run()))
-    redis = Redis.from_url(
+    redis = redis_client(
         settings.redis, max_connections=REDIS_CONNECTIONS, socket_connect_timeout=5, socket_keepalive=True
     )
     try:

@@ -25,6 +25,7 @@ from temporalio.exceptions import WorkflowAlreadyStartedError
 from temporalio.service import RPCError, RPCStatusCode
 
 from infra.settings import Settings
+from infra.state.redis import redis_client
 from infra.temporal import TemporalUnreachable, connect
 from workers.errors import UsageError
 from workers.leaving import leave
@@ -88,7 +89,7 @@ def fail(message: str) -> None:
 async def connected() -> AsyncIterator[tuple[Settings, Client, Redis]]:
     settings = Settings()
     client = await connect(settings)
-    redis = Redis.from_url(settings.redis)
+    redis = redis_client(settings.redis)
     try:
         await redis.ping()
         yield settings, client, redis

@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from redis.asyncio import Redis
 from rich.console import Console
 from temporalio.common import WorkflowIDReusePolicy
 
 from infra.settings import Settings
+from infra.state.redis import redis_client
 from infra.temporal import connect
 from workers.chart import draw_curve
 from workers.errors import UsageError
@@ -121,7 +121,7 @@ async def _train(
     name = f"quickstart-{seed}-{int(time.time())}"
     config = quickstart_config(name, policy, tasks, seed=seed, steps=steps, staleness=staleness)
     client = await connect(settings)
-    redis = Redis.from_url(settings.redis)
+    redis = redis_client(settings.redis)
     console.print(f"run {name}; Temporal UI: {settings.temporal_ui}")
     memory = PeakMemory(settings)
     try:

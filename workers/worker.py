@@ -15,11 +15,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from redis.asyncio import Redis
 from temporalio.worker import Worker
 
 from activities.services import Services
 from infra.settings import Settings
+from infra.state.redis import redis_client
 from infra.temporal import connect
 from workers.leaving import leave
 from workflows import names
@@ -121,7 +121,7 @@ async def serve(settings: Settings, role: str, cell: str) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    redis = Redis.from_url(settings.redis)
+    redis = redis_client(settings.redis)
     metrics = settings.metrics_address if role == "control" else ""  # it alone knows a step's gauges
     services = Services(settings, await connect(settings, metrics), redis)
     adopted: asyncio.Task[None] | None = None

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import aiohttp
 from pydantic import BaseModel
-from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from infra.settings import Settings
 from infra.state.blobs import BlobStore
+from infra.state.redis import redis_client
 from infra.state.routes import all_routes
 from infra.temporal import TemporalUnreachable, connect
 from workers.stack.local import missing_parts, read_state
@@ -112,7 +112,7 @@ async def _temporal(settings: Settings) -> Finding:
 
 
 async def _redis(settings: Settings) -> Finding:
-    redis = Redis.from_url(settings.redis)
+    redis = redis_client(settings.redis)
     try:
         info = await redis.info("persistence")
         policy = (await redis.config_get("maxmemory-policy"))["maxmemory-policy"]
@@ -165,7 +165,7 @@ async def _processes(settings: Settings) -> Finding:
 
 
 async def _routes(settings: Settings) -> Finding:
-    redis = Redis.from_url(settings.redis)
+    redis = redis_client(settings.redis)
     try:
         routes = await all_routes(redis)
     finally:
