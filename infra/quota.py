@@ -122,10 +122,10 @@ def places(
     mounts: Path = Path("/proc/self/mountinfo"), own: Path = Path("/proc/self/cgroup")
 ) -> Iterator[tuple[Path, Version]]:
     """Folders in which a group could be made, the nearest to this process first."""
-    paths = {}
+    own_groups = {}
     for line in _lines(own):
         _, controllers, path = line.split(":", 2)
-        paths[controllers] = path
+        own_groups[controllers] = path
     for line in _lines(mounts):
         before, _, after = line.partition(" - ")
         root, mounted = before.split()[3:5]
@@ -133,15 +133,15 @@ def places(
         version: Version
         if kind == "cgroup" and "cpu" in options.split(","):
             version = 1
-            mine = next((path for names, path in paths.items() if "cpu" in names.split(",")), "/")
+            own_group = next((path for names, path in own_groups.items() if "cpu" in names.split(",")), "/")
         elif kind == "cgroup2":
-            version, mine = 2, paths.get("", "/")
+            version, own_group = 2, own_groups.get("", "/")
             if "cpu" not in " ".join(_lines(Path(mounted) / "cgroup.controllers")).split():
                 continue
         else:
             continue
         top = Path(mounted)
-        inside = os.path.relpath(mine, root) if mine.startswith(root) else "."
+        inside = os.path.relpath(own_group, root) if own_group.startswith(root) else "."
         folder = top / inside
         for place in [folder, *folder.parents]:
             if place.is_dir() and (place == top or top in place.parents):

@@ -69,13 +69,13 @@ class ChatML:
     def message(self, previous: Message | None, message: Message, *, closed: bool = False) -> list[int]:
         turn = _turn(message)
         if turn == "assistant":
-            return self.generation_prompt(previous, closed=closed) + self.vocabulary.ids(self._said(message))
+            return self.generation_prompt(previous, closed=closed) + self.vocabulary.ids(self._body(message))
         opened = (
             previous is not None and _turn(previous) == turn and (message.joined or _both_results(previous, message))
         )
         opening: list[Part] = [] if opened else [self.im_start, turn]
         closing = [] if opened else self._closing(previous, closed=closed)
-        return closing + self.vocabulary.ids([*opening, "\n", *self._shown(message)])
+        return closing + self.vocabulary.ids([*opening, "\n", *self._context(message)])
 
     def generation_prompt(self, previous: Message | None, *, closed: bool = False) -> list[int]:
         return self._closing(previous, closed=closed) + self._assistant
@@ -85,13 +85,13 @@ class ChatML:
             return []
         return [*self._newline] if closed else [self.im_end, *self._newline]
 
-    def _shown(self, message: Message) -> list[Part]:
+    def _context(self, message: Message) -> list[Part]:
         """What the policy is shown in a block that isn't its own."""
         if message.role != "tool":
             return [message.content]
         return [self._mark[RESPONSE_OPEN], "\n", message.content, "\n", self._mark[RESPONSE_CLOSE]]
 
-    def _said(self, message: Message) -> list[Part]:
+    def _body(self, message: Message) -> list[Part]:
         parts: list[Part] = []
         if message.reasoning:
             parts += [self._mark[THINK_OPEN], "\n", message.reasoning, "\n", self._mark[THINK_CLOSE], "\n\n"]

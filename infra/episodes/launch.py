@@ -180,15 +180,15 @@ async def launch_or_adopt(launch: EpisodeLaunch, harness: Harness, sandbox: Sand
             if (started := await asyncio.to_thread(_start, launch, folder, harness, sandbox, lock)) is None:
                 return running("finished", None)
             return running("started", started)
-        there = _registration(folder)
-        if there is not None and there.alive():
-            if there.generation > launch.generation:
-                raise Superseded(f"{launch.episode}: generation {there.generation} runs in {folder}")
-            if there.generation == launch.generation:
-                return running("adopted", there)
-            if there not in cancelled:
-                cancelled.add(there)
-                signal_named(there.pid, there.start, signal.SIGTERM)
+        registered = _registration(folder)
+        if registered is not None and registered.alive():
+            if registered.generation > launch.generation:
+                raise Superseded(f"{launch.episode}: generation {registered.generation} runs in {folder}")
+            if registered.generation == launch.generation:
+                return running("adopted", registered)
+            if registered not in cancelled:
+                cancelled.add(registered)
+                signal_named(registered.pid, registered.start, signal.SIGTERM)
         await asyncio.sleep(0.02)
     raise LaunchFailed(f"{folder / 'lock'} stays held, by no supervisor that {folder / 'supervisor.json'} names")
 
@@ -199,28 +199,28 @@ async def wait(running: Running, on_beat: Callable[[], None] = lambda: None, *, 
 
     Cancelling the wait leaves the episode running, to be adopted.
     """
-    there = running.supervisor
-    if there is not None:
-        while there.alive():
-            if await ended(there.pid, beat_s):
+    registered = running.supervisor
+    if registered is not None:
+        while registered.alive():
+            if await ended(registered.pid, beat_s):
                 break
             on_beat()
-        reap(there.pid)
+        reap(registered.pid)
     if (exit_ := read_exit(running.folder)) is not None and exit_.generation == running.generation:
         return exit_
     # the kernel is ending what is left: it dies with its supervisor
     await asyncio.to_thread(running.sandbox.clear, running.workspace)
-    raise SupervisorLost(_lost(running.episode, there, running.folder))
+    raise SupervisorLost(_lost(running.episode, registered, running.folder))
 
 
 async def stop(running: Running, *, patience_s: float = 30.0) -> Exit | None:
     """Cancel the episode; returns once nothing of it runs, with its exit, or None if the supervisor left none."""
-    there = running.supervisor
-    if there is not None and there.alive():
+    registered = running.supervisor
+    if registered is not None and registered.alive():
         (running.folder / "cancel").touch()
-        signal_named(there.pid, there.start, signal.SIGTERM)
-        if not await ended(there.pid, patience_s):
-            signal_named(there.pid, there.start, signal.SIGKILL)
+        signal_named(registered.pid, registered.start, signal.SIGTERM)
+        if not await ended(registered.pid, patience_s):
+            signal_named(registered.pid, registered.start, signal.SIGKILL)
     try:
         return await wait(running)
     except SupervisorLost:
@@ -293,9 +293,9 @@ def _start(launch: EpisodeLaunch, folder: Path, harness: Harness, sandbox: Sandb
         os.close(lock)
     deadline = time.monotonic() + LAUNCH_DEADLINE_S
     while time.monotonic() < deadline:
-        there = _registration(folder)
-        if there is not None and there.pid == pid:
-            return there
+        registered = _registration(folder)
+        if registered is not None and registered.pid == pid:
+            return registered
         if reap(pid) is not None:
             break
         time.sleep(0.005)
@@ -311,8 +311,8 @@ def can_resume(folder: Path, harness: Harness, session: Session) -> bool:
 def dead_supervisor(folder: Path) -> str:
     """Under what name (``generation:pid``) the supervisor that ended here last held its lease; "" when there was none,
     or it runs. So a lease that it could not give back needn't be waited for."""
-    there = _registration(folder)
-    return "" if there is None or there.alive() else f"{there.generation}:{there.pid}"
+    registered = _registration(folder)
+    return "" if registered is None or registered.alive() else f"{registered.generation}:{registered.pid}"
 
 
 def _spent(folder: Path) -> float:
