@@ -26,13 +26,13 @@ from temporalio.api.history.v1 import (
 
 from infra.state import keys
 from trajectory.records import make_record
-from workers.why import ended
-from workers.why.attempts import moments, restarted
-from workers.why.episodes import Surroundings, episode_wait, why_held
-from workers.why.one_episode import place_of
-from workers.why.pending import activity_wait, task_waits
-from workers.why.spoken import OpenCall, Shared, Spoken
-from workers.why.temporal import Pending, QueueWorkers, Task, process_state, queue_workers
+from workers.why import episode_outcome as outcome
+from workers.why.activity_waits import activity_wait, task_waits
+from workers.why.episode_answer import path_of
+from workers.why.episode_history import moments, restarted
+from workers.why.episode_state import EpisodeState, SharedState, UnfinishedCall
+from workers.why.episode_waits import Surroundings, episode_wait, why_held
+from workers.why.temporal import Pending, QueueWorkers, WorkflowTask, process_state, queue_workers
 from workers.why.wait import Wait, line, merged
 from workflows.contracts.results import EpisodeExit, EpisodeResult, Outcome
 
@@ -67,7 +67,7 @@ def running(**changes: Any) -> Pending:
 
 def around(**changes: Any) -> Surroundings:
     route = keys.Route(cell="c0", url="", incarnation="i", epoch=1, open=True, version=4)
-    shared = Shared({"c0": route}, frozenset({"p1"}))
+    shared = SharedState(routes={"c0": route}, proxies=frozenset({"p1"}))
     fields: dict[str, Any] = {
         "now": NOW,
         "shared": shared,
@@ -154,38 +154,43 @@ def test_an_order_to_a_cell_has_to_be_taken_in_time() -> None:
 
 def test_a_workflow_that_nobody_runs_and_one_that_fails_are_told_and_a_young_task_is_not() -> None:
     away = QueueWorkers("gyre.control", False, "worker 7@h is dead")
-    (waits,) = task_waits("run r", "gyre/r", Task(1, ago(20), started=False), away, NOW)
+    (waits,) = task_waits("run r", "gyre/r", WorkflowTask(1, ago(20), started=False), away, NOW)
     assert waits.reason == "nobody runs its code: worker 7@h is dead"
-    (failing,) = task_waits("run r", "gyre/r", Task(5, ago(20), started=True), away, NOW)
+    (failing,) = task_waits("run r", "gyre/r", WorkflowTask(5, ago(20), started=True), away, NOW)
     assert "failed 4 times" in failing.reason
-    assert task_waits("run r", "gyre/r", Task(1, ago(1), started=True), away, NOW) == []
+    assert task_waits("run r", "gyre/r", WorkflowTask(1, ago(1), started=True), away, NOW) == []
 
 
 # --- episodes -----------------------------------------------------------------------------------------------------
 
 
 def test_an_episode_in_a_held_call_waits_for_what_no_cell_gives_until_hold_or_wall_limit() -> None:
-    spoken = Spoken("r", calls=4, holding={"p1.a": ago(50).timestamp()}, versions=(5, 6))
-    wait = episode_wait("e", running(), spoken, around())
+    state = EpisodeState(calls=4, holding={"p1.a": ago(50).timestamp()}, versions=(5, 6))
+    wait = episode_wait("e", running(), state, around())
     assert wait.reason == "in a call that is held: no cell serves a version in [5, 6]: c0 serves 4"
     assert (wait.owner, wait.since, wait.detail) == ("proxy p1", ago(50), "4 calls so far")
     assert (wait.deadline, wait.ends) == (ago(-500), "its wall limit ends it")
-    assert episode_wait("e", running(), spoken, around(hold_s=60.0)).deadline == ago(-10)
+    assert episode_wait("e", running(), state, around(hold_s=60.0)).deadline == ago(-10)
 
 
 def test_a_call_that_runs_and_a_tool_are_told_apart_and_end_with_the_active_budget() -> None:
-    call = Spoken("r", calls=1, held_s=40.0, opened={"p1.a": OpenCall("p1", "c0", ago(5).timestamp())}, lease="1:9")
+    call = EpisodeState(
+        calls=1,
+        held_s=40.0,
+        opened={"p1.a": UnfinishedCall(proxy="p1", cell="c0", since=ago(5).timestamp())},
+        lease="1:9",
+    )
     wait = episode_wait("e", running(), call, around())
     assert (wait.reason, wait.since, wait.deadline) == ("in a call that c0 samples", ago(5), ago(-240))
-    tool = Spoken("r", calls=1, last_end=ago(3).timestamp(), lease="1:9")
+    tool = EpisodeState(calls=1, last_end=ago(3).timestamp(), lease="1:9")
     wait = episode_wait("e", running(), tool, around())
     assert (wait.reason, wait.owner, wait.since) == ("in the harness or its tools", "supervisor 1:9", ago(3))
     assert (wait.deadline, wait.ends) == (ago(-200), "its active budget is spent")
 
 
 def test_calls_of_a_proxy_that_died_wait_for_its_peers() -> None:
-    spoken = Spoken("r", holding={"p9.a": ago(5).timestamp()})
-    assert "a proxy that is gone" in episode_wait("e", running(), spoken, around()).reason
+    state = EpisodeState(holding={"p9.a": ago(5).timestamp()})
+    assert "a proxy that is gone" in episode_wait("e", running(), state, around()).reason
 
 
 def test_a_queued_episode_waits_for_a_slot() -> None:
@@ -227,29 +232,29 @@ def test_a_worker_that_is_stopped_or_dead_is_known_by_its_identity() -> None:
 # --- ends ---------------------------------------------------------------------------------------------------------
 
 
-def result(outcome: Outcome, reward: float | None, **changes: Any) -> EpisodeResult:
+def result(ended_as: Outcome, reward: float | None, **changes: Any) -> EpisodeResult:
     exit_ = EpisodeExit(outcome=Outcome.COMPLETED, calls=2, gradeable=True, active_s=3.0, held_s=1.5, wall_s=4.5)
     return EpisodeResult(
-        episode="r/000000/000/01", outcome=outcome, reward=reward, exit=exit_.model_copy(update=changes), detail="boom"
+        episode="r/000000/000/01", outcome=ended_as, reward=reward, exit=exit_.model_copy(update=changes), detail="boom"
     )
 
 
 def test_an_evaluator_that_failed_excludes_and_says_how_the_harness_had_ended() -> None:
     failed = result(Outcome.EVALUATOR_FAILED, None, generation=2, restarts=["2026-03-04T12:00:00+00:00 generation 1 …"])
-    told = "\n".join(ended.reasons(failed, {"active_s": 60.0}))
+    told = "\n".join(outcome.reasons(failed, {"active_s": 60.0}))
     assert "evaluator_failed: boom" in told and "its harness before that: completed" in told
     assert "active 3.0 s of 60 s, held 1.5 s, wall 4.5 s" in told
     assert "started again once; generation 2 ended it" in told
-    (standing,) = ended.standing(failed, [None, 1.0], train=True)
+    (standing,) = outcome.standing(failed, [None, 1.0], train=True)
     assert standing.startswith("excluded, never zero")
 
 
 def test_a_group_whose_rewards_are_equal_is_said_to_give_no_gradient() -> None:
     counted = result(Outcome.COMPLETED, 0.5)
-    assert "(no_variance)" in ended.standing(counted, [0.5, 0.5, None], train=True)[1]
-    assert "(too_few)" in ended.standing(counted, [0.5, None], train=True)[1]
-    assert len(ended.standing(counted, [0.5, 1.0], train=True)) == 1
-    assert "trains nothing" in ended.standing(counted, [0.5], train=False)[0]
+    assert "(no_variance)" in outcome.standing(counted, [0.5, 0.5, None], train=True)[1]
+    assert "(too_few)" in outcome.standing(counted, [0.5, None], train=True)[1]
+    assert len(outcome.standing(counted, [0.5, 1.0], train=True)) == 1
+    assert "trains nothing" in outcome.standing(counted, [0.5], train=False)[0]
 
 
 def test_the_timeline_has_the_calls_that_were_held_long() -> None:
@@ -274,9 +279,9 @@ def test_the_timeline_has_the_calls_that_were_held_long() -> None:
         )
         for seq in range(3)
     ]
-    told = [moment.text for moment in ended.call_moments(calls)]
+    told = [moment.text for moment in outcome.call_moments(calls)]
     assert told == ["first call", "call 1 is held 12.0 s (a → b)", "last call (2) has ended"]
-    (line_,) = ended.calls_made(calls)
+    (line_,) = outcome.calls_made(calls)
     assert line_ == "3 calls, 1 moved between cells; the last, of the main agent, ended with `stop` on a at 00:03:21"
 
 
@@ -329,8 +334,8 @@ def test_a_generation_that_was_lost_is_in_the_timeline_at_its_time() -> None:
 
 @pytest.mark.parametrize("name", ["my-run/000003/002/01", "my-run/3/2/1", "my-run/3/2/1~2"])
 def test_an_episode_is_named_with_or_without_leading_zeros(name: str) -> None:
-    place = place_of(name)
-    assert place is not None and place.episode == "my-run/000003/002/01"
+    path = path_of(name)
+    assert path is not None and path.episode == "my-run/000003/002/01"
 
 
 @pytest.mark.parametrize("what", [[], ["r1"], ["r1/0"], ["r1/0/0/0"]])

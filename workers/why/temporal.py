@@ -9,19 +9,18 @@ import asyncio
 import os
 import socket
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Final, Literal, TypeVar
 
+import psutil
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
-from temporalio.api.enums.v1 import PendingActivityState, PendingWorkflowTaskState, TaskQueueType
+from temporalio.api.enums.v1 import PendingActivityState, PendingWorkflowTaskState
 from temporalio.api.failure.v1 import Failure
 from temporalio.api.history.v1 import HistoryEvent
-from temporalio.api.taskqueue.v1 import TaskQueue
 from temporalio.api.workflow.v1 import PendingActivityInfo, PendingWorkflowTaskInfo
-from temporalio.api.workflowservice.v1 import DescribeTaskQueueRequest
 from temporalio.client import (
     Client,
     WorkflowExecutionStatus,
@@ -30,24 +29,36 @@ from temporalio.client import (
 )
 from temporalio.service import RPCError, RPCStatusCode
 
-from infra.episodes.processes import start_time
 from infra.settings import Settings
 from infra.temporal import connect
 from workers.errors import UsageError
+from workers.pollers import pollers
 
 Result = TypeVar("Result")
 State = Literal["scheduled", "started", "cancelling"]
 
-ANSWER_S: Final = 5.0
-"""Seconds in which the server must answer."""
-QUERY_S: Final = 3.0
-"""Seconds in which a worker must answer a query."""
+ANSWER: Final = timedelta(seconds=5)
+"""In which the server must answer."""
+QUERY: Final = timedelta(seconds=3)
+"""In which a worker must answer a query."""
 AT_ONCE: Final = 32
 """Requests at once."""
 POLLS_S: Final = 70.0
 """A worker that lives asks for work at least this often (a poll lasts a minute)."""
 
 TIMED_OUT: Final = (RPCStatusCode.CANCELLED, RPCStatusCode.DEADLINE_EXCEEDED)
+STATES: Final[dict[int, State]] = {
+    PendingActivityState.PENDING_ACTIVITY_STATE_STARTED: "started",
+    PendingActivityState.PENDING_ACTIVITY_STATE_CANCEL_REQUESTED: "cancelling",
+}
+"""Of an activity, as Temporal numbers them; every other one is scheduled."""
+UNABLE: Final = {
+    psutil.STATUS_ZOMBIE: "is dead",
+    psutil.STATUS_DEAD: "is dead",
+    psutil.STATUS_STOPPED: "is stopped by a signal",
+    psutil.STATUS_TRACING_STOP: "is stopped by a signal",
+}
+"""States of a process in which it does no work."""
 
 
 class Unanswered(RuntimeError):
@@ -83,7 +94,7 @@ class Pending:
 
 
 @dataclass(frozen=True)
-class Task:
+class WorkflowTask:
     """A workflow task that isn't done: the workflow's code waits for a worker, or fails in one."""
 
     attempt: int
@@ -101,7 +112,7 @@ class Described:
     closed: datetime | None
     activities: tuple[Pending, ...]
     children: tuple[str, ...]
-    task: Task | None
+    task: WorkflowTask | None
 
     @property
     def running(self) -> bool:
@@ -109,7 +120,7 @@ class Described:
 
     def of(self, activity: str) -> list[Pending]:
         """Pending activities of a type, without those that nobody waits for any more."""
-        return [one for one in self.activities if one.activity == activity and one.state != "cancelling"]
+        return [a for a in self.activities if a.activity == activity and a.state != "cancelling"]
 
 
 @dataclass(frozen=True)
@@ -129,114 +140,105 @@ class Temporal:
         self._settings = settings
         self._room = asyncio.Semaphore(AT_ONCE)
 
-    async def describe(self, workflow: str) -> Described | None:
-        """None when there is no such workflow, or its retention is over."""
-        handle = self.client.get_workflow_handle(workflow)
+    @asynccontextmanager
+    async def _request(self) -> AsyncIterator[None]:
         async with self._room:
             try:
-                found = await handle.describe(rpc_timeout=timedelta(seconds=ANSWER_S))
+                yield
+            except RPCError as error:
+                why = "no answer in time" if error.status in TIMED_OUT else error.message
+                address = self._settings.temporal
+                raise UsageError(f"Temporal at {address}: {why}; `gyre status` shows the processes") from error
+
+    async def describe(self, workflow: str) -> Described | None:
+        """None when there is no such workflow, or its retention is over."""
+        async with self._request():
+            try:
+                described = await self.client.get_workflow_handle(workflow).describe(rpc_timeout=ANSWER)
             except RPCError as error:
                 if error.status is RPCStatusCode.NOT_FOUND:
                     return None
-                raise self._silent(error) from error
-        raw = found.raw_description
-        task = _task(raw.pending_workflow_task) if raw.HasField("pending_workflow_task") else None
+                raise
+        raw = described.raw_description
         return Described(
             id=workflow,
-            status=(found.status or WorkflowExecutionStatus.RUNNING).name,
-            queue=found.task_queue,
-            started=found.execution_time or found.start_time,
-            closed=found.close_time,
-            activities=tuple(_pending(workflow, one) for one in raw.pending_activities),
+            status=(described.status or WorkflowExecutionStatus.RUNNING).name,
+            queue=described.task_queue,
+            started=described.execution_time or described.start_time,
+            closed=described.close_time,
+            activities=tuple(_pending(workflow, activity) for activity in raw.pending_activities),
             children=tuple(child.workflow_id for child in raw.pending_children),
-            task=task,
+            task=_task(raw.pending_workflow_task) if raw.HasField("pending_workflow_task") else None,
         )
 
     async def ask(self, workflow: str, query: str, kind: type[Result]) -> Result:
         """A query's answer. Raises Unanswered when no worker gives one in time, or it can't."""
         handle = self.client.get_workflow_handle(workflow)
-        async with self._room:
+        async with self._request():
             try:
-                limit = timedelta(seconds=QUERY_S)
-                answer: Result = await handle.query(query, result_type=kind, rpc_timeout=limit)
+                answer: Result = await handle.query(query, result_type=kind, rpc_timeout=QUERY)
                 return answer
             except WorkflowQueryFailedError as error:
                 raise Unanswered(f"{workflow} answers with an error: {error}") from error
             except RPCError as error:
-                if error.status in TIMED_OUT:
-                    raise Unanswered(f"no worker has answered within {QUERY_S:.0f} s") from error
                 if error.status is RPCStatusCode.UNAVAILABLE:
-                    raise self._silent(error) from error
-                raise Unanswered(error.message) from error
+                    raise
+                late = f"no worker has answered within {QUERY.total_seconds():.0f} s"
+                raise Unanswered(late if error.status in TIMED_OUT else error.message) from error
 
     async def running(self, kind: str) -> list[str]:
         """Ids of the workflows of a type that run, the oldest first."""
-        found = []
         query = f"WorkflowType='{kind}' AND ExecutionStatus='Running'"
-        try:
-            async for one in self.client.list_workflows(query, rpc_timeout=timedelta(seconds=ANSWER_S)):
-                found.append((one.start_time, one.id))
-        except RPCError as error:
-            raise self._silent(error) from error
-        return [name for _, name in sorted(found)]
+        async with self._request():
+            listed = [run async for run in self.client.list_workflows(query, rpc_timeout=ANSWER)]
+        return [run.id for run in sorted(listed, key=lambda run: (run.start_time, run.id))]
 
-    async def history(self, workflow: str) -> list[HistoryEvent]:
+    async def history(
+        self,
+        workflow: str,
+        which: WorkflowHistoryEventFilterType = WorkflowHistoryEventFilterType.ALL_EVENT,
+    ) -> list[HistoryEvent]:
         """The events of a workflow; none when it isn't there any more."""
-        return [event async for event in self._events(workflow, WorkflowHistoryEventFilterType.ALL_EVENT)]
-
-    async def _events(self, workflow: str, which: WorkflowHistoryEventFilterType) -> AsyncIterator[HistoryEvent]:
         events = self.client.get_workflow_handle(workflow).fetch_history_events(
-            event_filter_type=which, rpc_timeout=timedelta(seconds=ANSWER_S)
+            event_filter_type=which, rpc_timeout=ANSWER
         )
-        try:
-            async for event in events:
-                yield event
-        except RPCError as error:
-            if error.status is not RPCStatusCode.NOT_FOUND:
-                raise self._silent(error) from error
+        async with self._request():
+            try:
+                return [event async for event in events]
+            except RPCError as error:
+                if error.status is RPCStatusCode.NOT_FOUND:
+                    return []
+                raise
 
     async def closing(self, workflow: str) -> str:
         """Why a workflow that has ended failed, in one line; empty when it didn't."""
-        async for event in self._events(workflow, WorkflowHistoryEventFilterType.CLOSE_EVENT):
+        for event in await self.history(workflow, WorkflowHistoryEventFilterType.CLOSE_EVENT):
             if event.HasField("workflow_execution_failed_event_attributes"):
                 return failure_line(event.workflow_execution_failed_event_attributes.failure)
         return ""
 
     async def workers(self, queue: str, *, workflows: bool = False) -> QueueWorkers:
-        kind = TaskQueueType.TASK_QUEUE_TYPE_WORKFLOW if workflows else TaskQueueType.TASK_QUEUE_TYPE_ACTIVITY
-        request = DescribeTaskQueueRequest(
-            namespace=self._settings.temporal_namespace, task_queue=TaskQueue(name=queue), task_queue_type=kind
-        )
-        async with self._room:
-            try:
-                answer = await self.client.workflow_service.describe_task_queue(
-                    request, timeout=timedelta(seconds=ANSWER_S)
-                )
-            except RPCError as error:
-                raise self._silent(error) from error
-        polls = {poll.identity: _time(poll.last_access_time) for poll in answer.pollers}
+        async with self._request():
+            polls = await pollers(self.client, queue, workflows=workflows, within=ANSWER)
         return queue_workers(queue, polls, datetime.now(UTC))
-
-    def _silent(self, error: RPCError) -> UsageError:
-        why = "no answer in time" if error.status in TIMED_OUT else error.message
-        return UsageError(f"Temporal at {self._settings.temporal}: {why}; `gyre status` shows the processes")
 
 
 async def reach(settings: Settings) -> Temporal:
     """Raises TemporalUnreachable, and UsageError when the server takes the connection but doesn't answer."""
+    seconds = 2 * ANSWER.total_seconds()
     try:
-        async with asyncio.timeout(2 * ANSWER_S):
+        async with asyncio.timeout(seconds):
             return Temporal(await connect(settings), settings)
     except TimeoutError:
-        raise UsageError(f"Temporal at {settings.temporal} has not answered within {2 * ANSWER_S:.0f} s") from None
+        raise UsageError(f"Temporal at {settings.temporal} has not answered within {seconds:.0f} s") from None
 
 
-def queue_workers(queue: str, polls: dict[str, datetime | None], now: datetime) -> QueueWorkers:
+def queue_workers(queue: str, polls: dict[str, datetime], now: datetime) -> QueueWorkers:
     """``polls``: identity (`pid@host`) of each worker that asked lately -> when."""
     words, there = [], False
     for identity, at in sorted(polls.items()):
         state = process_state(identity)
-        ago = (now - at).total_seconds() if at is not None else 0.0
+        ago = (now - at).total_seconds()
         if not state and ago > POLLS_S:
             state = f"has not asked for {ago:.0f} s"
         there = there or not state
@@ -249,19 +251,17 @@ def process_state(identity: str) -> str:
     pid, _, host = identity.partition("@")
     if host != socket.gethostname() or not pid.isdigit() or int(pid) == os.getpid():
         return ""
-    if start_time(int(pid)) is None:
+    try:
+        return UNABLE.get(psutil.Process(int(pid)).status(), "")
+    except psutil.NoSuchProcess:
         return "is dead"
-    stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-    return "is stopped by a signal" if stat.rpartition(")")[2].split()[0] in "Tt" else ""
+    except psutil.AccessDenied:
+        return ""
 
 
 def _pending(workflow: str, raw: PendingActivityInfo) -> Pending:
     options = raw.activity_options
-    states: dict[int, State] = {
-        PendingActivityState.PENDING_ACTIVITY_STATE_STARTED: "started",
-        PendingActivityState.PENDING_ACTIVITY_STATE_CANCEL_REQUESTED: "cancelling",
-    }
-    state: State = states.get(raw.state, "scheduled")
+    state = STATES.get(raw.state, "scheduled")
     return Pending(
         workflow=workflow,
         activity=raw.activity_type.name,
@@ -291,9 +291,9 @@ def failure_line(failure: Failure) -> str:
     return (f"{kind}: " if kind else "") + " ".join(failure.message.split())[:300]
 
 
-def _task(raw: PendingWorkflowTaskInfo) -> Task:
+def _task(raw: PendingWorkflowTaskInfo) -> WorkflowTask:
     started = raw.state == PendingWorkflowTaskState.PENDING_WORKFLOW_TASK_STATE_STARTED
-    return Task(raw.attempt, _time(raw.original_scheduled_time), started)
+    return WorkflowTask(raw.attempt, _time(raw.original_scheduled_time), started)
 
 
 def _time(stamp: Timestamp) -> datetime | None:

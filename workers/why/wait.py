@@ -7,21 +7,22 @@ the facts come from.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import KW_ONLY, dataclass, replace
 from datetime import datetime
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
 
-class Wait(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
+@dataclass(frozen=True)
+class Wait:
     what: str
     """Who waits: `episode r1/000000/000/00`, `step r1/3`, `cell cell-0`."""
     owner: str
     """Who holds the wait and would act on it: a workflow's id with its activity, or a process."""
     reason: str
     """The same words for all that wait for the same thing."""
+    _: KW_ONLY
     detail: str = ""
     """What is true of this one alone."""
     since: datetime | None = None
@@ -33,9 +34,8 @@ class Wait(BaseModel):
     """Waits of one kind (`episode`) are told together where there are many; empty for those that stand alone."""
 
 
-class Moment(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
+@dataclass(frozen=True)
+class Moment:
     at: datetime
     text: str
 
@@ -71,14 +71,13 @@ def _as_one(same: list[Wait]) -> Wait:
     if count == 1:
         return first
     owners = sorted({wait.owner for wait in same})
-    return first.model_copy(
-        update={
-            "what": f"{count} {first.kind}s",
-            "owner": owners[0] + (f" and {len(owners) - 1} more" if len(owners) > 1 else ""),
-            "detail": "",
-            "since": min((wait.since for wait in same if wait.since is not None), default=None),
-            "deadline": min((wait.deadline for wait in same if wait.deadline is not None), default=None),
-        }
+    return replace(
+        first,
+        what=f"{count} {first.kind}s",
+        owner=owners[0] + (f" and {len(owners) - 1} more" if len(owners) > 1 else ""),
+        detail="",
+        since=min((wait.since for wait in same if wait.since is not None), default=None),
+        deadline=min((wait.deadline for wait in same if wait.deadline is not None), default=None),
     )
 
 

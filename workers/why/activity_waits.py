@@ -6,11 +6,12 @@ heartbeat timeout.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Final
 
-from workers.why.temporal import Pending, QueueWorkers, Task
+from workers.why.temporal import Pending, QueueWorkers, WorkflowTask
 from workers.why.wait import Wait
 
 DOES: Final = {
@@ -51,44 +52,42 @@ def owner_of(pending: Pending) -> str:
 
 def activity_wait(what: str, pending: Pending, queues: Queues, now: datetime, kind: str = "") -> Wait:
     """The wait of ``what`` for an activity."""
-    does = DOES.get(pending.activity, f"{pending.activity} runs")
-    about = {"what": what, "owner": owner_of(pending), "kind": kind}
-    if pending.state == "scheduled":
-        return _scheduled(about, pending, queues.get(pending.queue), now)
-    since = pending.started or pending.scheduled
-    if pending.state == "cancelling":
-        ends = "the attempt is given up"
-        return Wait(**about, reason="it is being cancelled", since=since, deadline=_beat(pending), ends=ends)
+    wait = partial(Wait, what, owner_of(pending), kind=kind)
     detail = f"attempt {pending.attempt}, after {pending.failure}" if pending.failure else ""
-    beat = _beat(pending)
+    if pending.state == "scheduled":
+        return _scheduled(wait, detail, pending, queues.get(pending.queue), now)
+    since, beat = pending.started or pending.scheduled, _beat(pending)
+    if pending.state == "cancelling":
+        return wait("it is being cancelled", since=since, deadline=beat, ends="the attempt is given up")
+    does = DOES.get(pending.activity, f"{pending.activity} runs")
+    repeated = "" if pending.last else " and is repeated"
     if beat is not None and (beat - now).total_seconds() < pending.heartbeat_s / 2:
         silent = f"{does}, but its worker gives no sign of life"
-        return Wait(**about, reason=silent, detail=detail, since=since, deadline=beat, ends=_given_up(pending, "lost"))
-    end, ends = _end(pending), _given_up(pending, "failed")
+        return wait(silent, detail=detail, since=since, deadline=beat, ends=f"the attempt counts as lost{repeated}")
+    end, ends = _after(pending.started, pending.start_to_close_s), f"the attempt counts as failed{repeated}"
     if pending.expires is not None and (end is None or pending.expires < end):
         end, ends = pending.expires, "it fails for good"
-    return Wait(**about, reason=does, detail=detail, since=since, deadline=end, ends=ends)
+    return wait(does, detail=detail, since=since, deadline=end, ends=ends)
 
 
-def _scheduled(about: dict[str, str], pending: Pending, workers: QueueWorkers | None, now: datetime) -> Wait:
+def _scheduled(
+    wait: Callable[..., Wait], detail: str, pending: Pending, workers: QueueWorkers | None, now: datetime
+) -> Wait:
     if pending.again is not None and pending.again > now:
         reason = f"attempt {pending.attempt - 1} of {pending.activity} failed: {pending.failure}"
-        ends = f"attempt {pending.attempt} begins"
-        return Wait(**about, reason=reason, since=pending.scheduled, deadline=pending.again, ends=ends)
-    since = pending.again or pending.scheduled
-    detail = f"attempt {pending.attempt}, after {pending.failure}" if pending.failure else ""
+        return wait(reason, since=pending.scheduled, deadline=pending.again, ends=f"attempt {pending.attempt} begins")
+    since, deadline = pending.again or pending.scheduled, pending.expires
     if workers is not None and not workers.there:
         reason = f"nobody works on {pending.queue}: {workers.words}"
         ends = "a worker of that queue is started (`gyre up` starts them all)"
     else:
         reason, ends = f"all workers of {pending.queue} are busy", "one of them is free"
-    deadline = pending.expires
-    if pending.schedule_to_start_s and since is not None:
-        deadline, ends = since + timedelta(seconds=pending.schedule_to_start_s), "the order fails, and is given anew"
-    return Wait(**about, reason=reason, detail=detail, since=since, deadline=deadline, ends=ends)
+    if (ordered_until := _after(since, pending.schedule_to_start_s)) is not None:
+        deadline, ends = ordered_until, "the order fails, and is given anew"
+    return wait(reason, detail=detail, since=since, deadline=deadline, ends=ends)
 
 
-def task_waits(what: str, workflow: str, task: Task | None, workers: QueueWorkers, now: datetime) -> list[Wait]:
+def task_waits(what: str, workflow: str, task: WorkflowTask | None, workers: QueueWorkers, now: datetime) -> list[Wait]:
     """The wait of a workflow whose own code no worker has run for a while, or fails in one; mostly none."""
     if task is None:
         return []
@@ -101,26 +100,17 @@ def task_waits(what: str, workflow: str, task: Task | None, workers: QueueWorker
         ends = "it is repeated, ever less often, until the worker's code or the workflow is mended"
     elif task.started:
         reason, ends = f"a worker that doesn't answer has its code: {workers.words}", "another worker is asked"
-        deadline = task.since + timedelta(seconds=TASK_TIMEOUT_S) if task.since is not None else None
+        deadline = _after(task.since, TASK_TIMEOUT_S)
     else:
         reason = f"nobody runs its code: {workers.words}"
         ends = "a worker of that queue takes it (`gyre up` starts them all)"
-    owner = f"{workflow} · {workers.queue}"
-    return [Wait(what=what, owner=owner, reason=reason, since=task.since, deadline=deadline, ends=ends)]
-
-
-def _given_up(pending: Pending, how: str) -> str:
-    return f"the attempt counts as {how}" + ("" if pending.last else " and is repeated")
-
-
-def _end(pending: Pending) -> datetime | None:
-    if pending.started is None or not pending.start_to_close_s:
-        return None
-    return pending.started + timedelta(seconds=pending.start_to_close_s)
+    return [Wait(what, f"{workflow} · {workers.queue}", reason, since=task.since, deadline=deadline, ends=ends)]
 
 
 def _beat(pending: Pending) -> datetime | None:
-    last = pending.heartbeat or pending.started
-    if last is None or not pending.heartbeat_s:
-        return None
-    return last + timedelta(seconds=pending.heartbeat_s)
+    return _after(pending.heartbeat or pending.started, pending.heartbeat_s)
+
+
+def _after(at: datetime | None, seconds: float) -> datetime | None:
+    """None when the beginning isn't known, or there is no limit (0)."""
+    return at + timedelta(seconds=seconds) if at is not None and seconds else None

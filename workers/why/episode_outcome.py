@@ -81,15 +81,15 @@ def call_moments(records: Sequence[CallRecord]) -> list[Moment]:
     """The first and the last call, and those that were held long."""
     if not records:
         return []
-    found = [Moment(at=_time(records[0].started_at), text="first call")]
     held = sorted((record for record in records if record.held_s >= LONG_HOLD_S), key=lambda record: -record.held_s)
-    for record in held[:TOLD_CALLS]:
-        cells = " → ".join(record.cells)
-        found.append(
-            Moment(at=_time(record.started_at), text=f"call {record.seq} is held {record.held_s:.1f} s ({cells})")
-        )
-    found.append(Moment(at=_end(records[-1]), text=f"last call ({records[-1].seq}) has ended"))
-    return found
+    return [
+        Moment(_time(records[0].started_at), "first call"),
+        *(
+            Moment(_time(call.started_at), f"call {call.seq} is held {call.held_s:.1f} s ({' → '.join(call.cells)})")
+            for call in held[:TOLD_CALLS]
+        ),
+        Moment(_end(records[-1]), f"last call ({records[-1].seq}) has ended"),
+    ]
 
 
 def as_data(result: EpisodeResult, records: Sequence[CallRecord]) -> dict[str, Any]:
