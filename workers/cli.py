@@ -9,11 +9,11 @@ import asyncio
 import signal
 import sys
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, ParamSpec
+from typing import Annotated, Any, ParamSpec
 
 import typer
 from pydantic import ValidationError
@@ -46,16 +46,14 @@ app.add_typer(harness, name="harness")
 P = ParamSpec("P")
 
 
-def command(function: Callable[P, Awaitable[None]]) -> Callable[P, None]:
-    """An async command: faults of use become one line on stderr and exit code 2."""
+def command(function: Callable[P, Coroutine[Any, Any, None] | None]) -> Callable[P, None]:
+    """A command, async or not: faults of use become one line on stderr and exit code 2."""
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        async def main() -> None:
-            await function(*args, **kwargs)
-
         try:
-            asyncio.run(main())
+            if (running := function(*args, **kwargs)) is not None:
+                asyncio.run(running)
         except (UsageError, TemporalUnreachable) as error:
             fail(str(error))
         except ValidationError as error:

@@ -14,12 +14,12 @@ from workers.cli import app
 from workers.errors import UsageError
 from workers.simulate.compare import batchwise, best_split, compare, priced
 from workers.simulate.export import export_trace
-from workers.simulate.fitting import Hypothesis, fits
+from workers.simulate.fitting import Extent, Hypothesis, fits, hours
 from workers.simulate.tables import lines_of
 from workers.simulate.trace import TracedEpisode, read_trace, steps_of, works_of
 from workers.simulate.workloads import PUBLISHED, PUBLISHED_HOURS, WORKLOADS, Range, explanation
 from workflows.contracts.configuration import SchedulerConfig
-from workflows.simulation.simulator import simulate
+from workflows.simulation.simulator import Simulation
 from workflows.simulation.workload import PoolModel, SimulatedEpisode, SimulatedGroup, Steps
 
 COLD = {"cells": 2, "capacity": 2, "train_tokens_per_s": 100.0}
@@ -126,16 +126,14 @@ def test_the_fitted_workload_reproduces_the_published_baselines() -> None:
         steps = drawn.draw()
         for policy in ("async", "colocate"):
             config = priced(pool).model_copy(update={"policy": policy, "training_cells": split})
-            run = simulate(pool, steps, config, max_staleness=staleness, pipeline=batchwise(staleness))
+            run = Simulation(pool, steps, config, staleness, pipeline=batchwise(staleness)).run()
             assert run.total_s / 3600 == pytest.approx(PUBLISHED_HOURS[policy], rel=0.01), staleness
 
 
 def test_a_fit_gets_back_the_share_of_training_that_made_the_times() -> None:
-    from workers.simulate.fitting import hours
-
     hypothesis = Hypothesis(0.5, 0.8, 1.2, 2, 2.0, 0, 1)
-    true = {name: hours(hypothesis, 0.5, name, cells=4, steps=1) for name in ("async", "colocate")}
-    found = list(fits(hypothesis, cells=4, published=true, steps=1, published_steps=1))
+    true = {name: hours(hypothesis, 0.5, name, Extent(cells=4, steps=1)) for name in ("async", "colocate")}
+    found = list(fits(hypothesis, true, Extent(cells=4, steps=1, of=1)))
     assert min(abs(fit.training / 0.5 - 1) for fit in found) < 0.1
 
 
@@ -153,7 +151,7 @@ def test_the_best_split_is_the_best() -> None:
     times = {}
     for cells in (1, 2, 3):
         split = SchedulerConfig(policy="async", training_cells=cells)
-        times[cells] = simulate(pool, steps, split).total_s
+        times[cells] = Simulation(pool, steps, split).run().total_s
     assert best_split(pool, steps, SchedulerConfig()) == min(times, key=lambda cells: times[cells])
 
 

@@ -13,7 +13,7 @@ from workflows.contracts.configuration import SchedulerConfig
 from workflows.scheduling.policies import POLICIES, Assignment
 from workflows.simulation.foresight import Clairvoyant
 from workflows.simulation.run import Simulated
-from workflows.simulation.simulator import Simulation, simulate
+from workflows.simulation.simulator import Simulation
 from workflows.simulation.workload import (
     Absence,
     DrawnWork,
@@ -31,7 +31,7 @@ def group(*works: float, tokens_per_s: float = 10.0) -> SimulatedGroup:
 
 def run(pool: PoolModel, steps: Steps, policy: str, staleness: int = 0, training_cells: int = 1) -> Simulated:
     config = SchedulerConfig.model_validate({"policy": policy, "training_cells": training_cells, "claim_s": 0.5})
-    return simulate(pool, steps, config, max_staleness=staleness, timeline=True)
+    return Simulation(pool, steps, config, staleness, timeline=True).run()
 
 
 POOL = PoolModel(
@@ -268,7 +268,7 @@ def losses(draw: st.DrawFn) -> Scenario:
 
 
 def check(scenario: Scenario) -> Simulated:
-    """What holds of every run. `simulate` raises Stranded when something is left that would never be done."""
+    """What holds of every run. `run` raises Stranded when something is left that would never be done."""
     pool, steps, policy, staleness = scenario
     result = run(pool, steps, policy, staleness)
     # Steps are opened and closed in order, each with all its episodes ended, none too many versions ahead.
@@ -366,9 +366,8 @@ def test_predictive_learns_which_tasks_are_long_and_is_close_to_knowing_it() -> 
         steps=8, groups=16, group_size=8, median_s=1000, spread=0.8, correlation=0.9, tokens_per_s=200, tasks=16
     ).draw()
     learned = run(pool, steps, "predictive").total_s
-    known = simulate(
-        pool, steps, SchedulerConfig(policy="predictive"), foresight=Clairvoyant(pool), longest_first=True
-    ).total_s
+    predictive = SchedulerConfig(policy="predictive")
+    known = Simulation(pool, steps, predictive, foresight=Clairvoyant(pool), longest_first=True).run().total_s
     assert learned < run(pool, steps, "watermark").total_s
     assert known / learned > 0.9
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,139 +11,89 @@ from workers.errors import UsageError
 from workers.printing import Json, console, show
 
 if TYPE_CHECKING:
+    from workers.simulate.predicted import Case
     from workers.simulate.workloads import Workload
 
+Count = int | None
+Number = float | None
+Words = list[str] | None
+Rows = list[dict[str, Any]]
 
-async def simulate(
+
+def _option(name: str, meaning: str, *, least: float | None = None, most: float | None = None) -> Any:
+    return typer.Option(name, help=meaning, min=least, max=most)
+
+
+def _seconds(name: str, meaning: str) -> Any:
+    return typer.Option(name, help=meaning, min=0)
+
+
+def simulate(
+    context: typer.Context,
     workload: Annotated[str, typer.Argument(help="Name of a workload; `list` names them.")] = "",
     *,
     trace: Annotated[Path | None, typer.Option(help="Episodes of a run, by `gyre episodes RUN --export FILE`.")] = None,
     staleness: Annotated[list[int] | None, typer.Option(min=0, max=2, help="max_staleness, repeatable.")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Steps to simulate.")] = None,
-    cells: Annotated[int | None, typer.Option(min=1, help="Cells of the pool.")] = None,
-    capacity: Annotated[int | None, typer.Option(min=1, help="Episodes that a serving cell holds at once.")] = None,
+    steps: Annotated[Count, _option("--steps", "Steps to simulate.", least=1)] = None,
+    # Those that are named as a figure of `PoolModel` replace it.
+    cells: Annotated[Count, _option("--cells", "Cells of the pool.", least=1)] = None,
+    capacity: Annotated[Count, _option("--capacity", "Episodes that a serving cell holds at once.", least=1)] = None,
     slots: Annotated[
-        int | None,
-        typer.Option(min=0, help="Episodes that run at once, whatever serves; left out, those of --capacity."),
+        Count,
+        _option("--slots", "Episodes that run at once, whatever serves; left out, those of --capacity.", least=0),
     ] = None,
-    training: Annotated[float | None, typer.Option(help="Tokens per second that one cell trains.")] = None,
-    switch_out: Annotated[float | None, typer.Option(min=0, help="Seconds from rollout to training.")] = None,
-    switch_in: Annotated[float | None, typer.Option(min=0, help="Seconds from training to rollout.")] = None,
-    publish: Annotated[float | None, typer.Option(min=0, help="Seconds in which a cell takes new weights.")] = None,
-    update: Annotated[float | None, typer.Option(min=0, help="Seconds of the optimizer step and its commit.")] = None,
-    gather: Annotated[float | None, typer.Option(min=0, help="Seconds added to the update for each satellite.")] = None,
-    opening: Annotated[
-        float | None,
-        typer.Option("--open", min=0, help="Seconds from a commit to the first episodes of the next step."),
+    train_tokens_per_s: Annotated[Number, _option("--training", "Tokens per second that one cell trains.")] = None,
+    switch_out_s: Annotated[Number, _seconds("--switch-out", "Seconds from rollout to training.")] = None,
+    switch_in_s: Annotated[Number, _seconds("--switch-in", "Seconds from training to rollout.")] = None,
+    publish_s: Annotated[Number, _seconds("--publish", "Seconds in which a cell takes new weights.")] = None,
+    update_s: Annotated[Number, _seconds("--update", "Seconds of the optimizer step and its commit.")] = None,
+    gather_s: Annotated[Number, _seconds("--gather", "Seconds added to the update for each satellite.")] = None,
+    open_s: Annotated[
+        Number, _seconds("--open", "Seconds from a commit to the first episodes of the next step.")
     ] = None,
-    start: Annotated[
-        float | None, typer.Option(min=0, help="Start-up of an episode, not charged to its budget.")
-    ] = None,
-    grade: Annotated[float | None, typer.Option(min=0, help="Seconds to grade and process a group.")] = None,
-    move: Annotated[
-        float | None, typer.Option(min=0, help="Seconds that a drained cell's episodes compute again.")
-    ] = None,
-    overhead: Annotated[float | None, typer.Option(min=0, help="Seconds of a claim beyond its tokens.")] = None,
-    micro_step: Annotated[int | None, typer.Option(min=1, help="Tokens of a micro-step.")] = None,
-    claim: Annotated[float | None, typer.Option(min=0.001, help="Seconds of training in a claim (claim_s).")] = None,
-    poll: Annotated[float | None, typer.Option(min=0, help="Seconds between looks of the policy.")] = None,
-    split: Annotated[int | None, typer.Option(min=1, help="Training cells of async; left out, the best split.")] = None,
+    start_s: Annotated[Number, _seconds("--start", "Start-up of an episode, not charged to its budget.")] = None,
+    grade_s: Annotated[Number, _seconds("--grade", "Seconds to grade and process a group.")] = None,
+    move_s: Annotated[Number, _seconds("--move", "Seconds that a drained cell's episodes compute again.")] = None,
+    claim_overhead_s: Annotated[Number, _seconds("--overhead", "Seconds of a claim beyond its tokens.")] = None,
+    micro_step_tokens: Annotated[Count, _option("--micro-step", "Tokens of a micro-step.", least=1)] = None,
+    claim: Annotated[Number, _option("--claim", "Seconds of training in a claim (claim_s).", least=0.001)] = None,
+    poll_s: Annotated[Number, _seconds("--poll", "Seconds between looks of the policy.")] = None,
+    split: Annotated[Count, _option("--split", "Training cells of async; left out, the best split.", least=1)] = None,
     lose: Annotated[
-        list[str] | None,
-        typer.Option(help="CELL@SECONDS[:SECONDS]: a cell is lost, and back after so long; repeatable."),
+        Words, _option("--lose", "CELL@SECONDS[:SECONDS]: a cell is lost, and back after so long; repeatable.")
     ] = None,
     resize: Annotated[
-        list[str] | None, typer.Option(help="CELLS@SECONDS: the pool has so many cells from then on; repeatable.")
+        Words, _option("--resize", "CELLS@SECONDS: the pool has so many cells from then on; repeatable.")
     ] = None,
-    solo: Annotated[
-        float | None, typer.Option(min=1, help="Speed of an episode alone on a cell over a full one.")
+    solo_speedup: Annotated[
+        Number, _option("--solo", "Speed of an episode alone on a cell over a full one.", least=1)
     ] = None,
-    tools: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Share of an episode's time on a full cell that tools take.")
+    tool_share: Annotated[
+        Number, _option("--tools", "Share of an episode's time on a full cell that tools take.", least=0, most=1)
     ] = None,
-    limit: Annotated[float | None, typer.Option(help="Active budget of an episode, seconds.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of a named workload's episodes.")] = None,
+    limit_s: Annotated[Number, _option("--limit", "Active budget of an episode, seconds.")] = None,
+    seed: Annotated[Count, _option("--seed", "Seed of a named workload's episodes.")] = None,
     fit: Annotated[bool, typer.Option("--fit", help="Fit again on the published baselines (minutes).")] = False,
     png: Annotated[Path | None, typer.Option(help="Draw what each cell does.")] = None,
     as_json: Json = False,
 ) -> None:
     """Compare the scheduling policies on a workload: time per step, speed-up, utilisation, idle GPU-hours, switches."""
-    given = {
-        "cells": cells,
-        "capacity": capacity,
-        "slots": slots,
-        "train_tokens_per_s": training,
-        "switch_out_s": switch_out,
-        "switch_in_s": switch_in,
-        "publish_s": publish,
-        "update_s": update,
-        "gather_s": gather,
-        "open_s": opening,
-        "start_s": start,
-        "grade_s": grade,
-        "move_s": move,
-        "claim_overhead_s": overhead,
-        "micro_step_tokens": micro_step,
-        "poll_s": poll,
-        "solo_speedup": solo,
-        "tool_share": tools,
-        "limit_s": limit,
-    }
-    changes = {name: value for name, value in given.items() if value is not None}
+    from workers.simulate.absences import with_absences
+    from workers.simulate.compare import compare, priced
+    from workers.simulate.predicted import Case, predictions
+    from workers.simulate.timeline import draw_timeline
+    from workers.simulate.trace import pool_for, pool_of, read_trace, steps_of
+    from workflows.simulation.workload import PoolModel
+
+    changes = {name: context.params[name] for name in PoolModel.model_fields if context.params.get(name) is not None}
     if bool(workload) == (trace is not None):
         raise UsageError("name a workload or give --trace FILE: `gyre simulate list` names the workloads")
     if workload == "list":
         _list(as_json)
-    elif fit:
-        await asyncio.to_thread(_fit, workload, as_json)
-    else:
-        await asyncio.to_thread(
-            _simulate,
-            workload,
-            trace,
-            changes,
-            claim_s=claim,
-            split=split,
-            lose=lose or [],
-            resize=resize or [],
-            staleness=staleness,
-            steps=steps,
-            seed=seed,
-            png=png,
-            as_json=as_json,
-        )
-
-
-def _named(name: str) -> Workload:
-    from workers.simulate.workloads import WORKLOADS
-
-    if name not in WORKLOADS:
-        raise UsageError(f"there is no workload {name!r}: there are {', '.join(WORKLOADS)}")
-    return WORKLOADS[name]
-
-
-def _simulate(
-    workload: str,
-    trace: Path | None,
-    changes: dict[str, Any],
-    *,
-    claim_s: float | None,
-    split: int | None,
-    lose: list[str],
-    resize: list[str],
-    staleness: list[int] | None,
-    steps: int | None,
-    seed: int | None,
-    png: Path | None,
-    as_json: bool,
-) -> None:
-    from workers.simulate.absences import with_absences
-    from workers.simulate.compare import compare, priced
-    from workers.simulate.predicted import Case, predictions, sentences
-    from workers.simulate.tables import lines_of
-    from workers.simulate.timeline import draw_timeline
-    from workers.simulate.trace import pool_for, pool_of, read_trace, steps_of
-
+        return
+    if fit:
+        _fit(_named(workload), as_json)
+        return
     named = None if trace is not None else _named(workload)
     traced = read_trace(trace) if trace is not None else []
     cases = []
@@ -156,13 +105,13 @@ def _simulate(
             pool, drawn, split_of = named.at(level)
             pool = pool_of({**pool.model_dump(), **changes})
             work = drawn.model_copy(update={"seed": seed} if seed is not None else {}).draw()
-        pool = with_absences(pool, lose, resize)
+        pool = with_absences(pool, lose or [], resize or [])
         work = work[: steps or len(work)]
         compared = compare(
             pool,
             work,
             max_staleness=level,
-            scheduler=priced(pool).model_copy(update={} if claim_s is None else {"claim_s": claim_s}),
+            scheduler=priced(pool).model_copy(update={} if claim is None else {"claim_s": claim}),
             split=split,
             gpus_per_cell=named.gpus_per_cell if named else 0,
             timeline=png is not None,
@@ -170,71 +119,77 @@ def _simulate(
         cases.append(Case(compared, work, split_of))
     title, last = workload or str(trace), cases[-1].comparison
     predicted = None
-    if named is not None and not (changes or lose or resize or claim_s or split or steps):
+    if named is not None and not (changes or lose or resize or claim or split or steps):
         predicted = predictions(named, cases)
     if png is not None:
         draw_timeline(last.runs, png, steps=3, title=f"{title}, max_staleness {last.max_staleness}")
     if as_json:
-        found: dict[str, Any] = {
-            "workload": title,
-            "pool": last.pool.model_dump(),
-            "compared": [case.comparison.as_json() for case in cases],
-        }
-        if named is not None:
-            found |= {"about": named.about, "sources": named.sources, "fit": named.fit, "prediction": predicted}
-        show(found)
+        show(_as_json(title, named, cases, predicted))
         return
-    lines = [] if named is None else _parameters(named)
-    for case in cases:
-        lines += lines_of(case.comparison.as_json())
-    for row in predicted or []:
-        lines += sentences(row)
-    if png is not None:
-        lines.append(f"timeline: {png}")
-    for line in lines:
+    for line in _lines(named, cases, predicted or []) + ([f"timeline: {png}"] if png is not None else []):
         console.print(line, highlight=False)
 
 
-def _fit(workload: str, as_json: bool) -> None:
-    from workers.simulate.fitting import HYPOTHESES, central, fits
+def _as_json(title: str, named: Workload | None, cases: list[Case], predicted: Rows | None) -> dict[str, Any]:
+    report: dict[str, Any] = {
+        "workload": title,
+        "pool": cases[-1].comparison.pool.model_dump(),
+        "compared": [case.comparison.as_json() for case in cases],
+    }
+    if named is not None:
+        report |= {"about": named.about, "sources": named.sources, "fit": named.fit, "prediction": predicted}
+    return report
+
+
+def _lines(named: Workload | None, cases: list[Case], predicted: Rows) -> list[str]:
+    from workers.simulate.predicted import sentences
+    from workers.simulate.tables import lines_of
+
+    lines = [] if named is None else _parameters(named)
+    for case in cases:
+        lines += lines_of(case.comparison.as_json())
+    for row in predicted:
+        lines += sentences(row)
+    return lines
+
+
+def _named(name: str) -> Workload:
+    from workers.simulate.workloads import WORKLOADS
+
+    if name not in WORKLOADS:
+        raise UsageError(f"there is no workload {name!r}: there are {', '.join(WORKLOADS)}")
+    return WORKLOADS[name]
+
+
+def _fit(named: Workload, as_json: bool) -> None:
+    from workers.simulate.fitting import HYPOTHESES, Extent, central, fits
     from workers.simulate.workloads import PUBLISHED_HOURS, STEPS
 
-    named = _named(workload)
     if named.name != "nl2repobench-2.4t":
-        raise UsageError(f"{workload} can't be fitted: {named.fit}")
+        raise UsageError(f"{named.name} can't be fitted: {named.fit}")
     baselines = {name: PUBLISHED_HOURS[name] for name in ("async", "colocate")}
-    found = []
+    every = []
     for hypothesis in HYPOTHESES:
-        for one in fits(hypothesis, cells=named.pool.cells, published=baselines, steps=6, published_steps=STEPS):
-            found.append(one)
+        for fit in fits(hypothesis, baselines, Extent(named.pool.cells, steps=6, of=STEPS)):
+            every.append(fit)
             if not as_json:
-                console.print(f"{one.hypothesis} training {one.training:.3f} {one.hours}", highlight=False)
-    levels = sorted({one.hypothesis.max_staleness for one in found})
+                console.print(f"{fit.hypothesis} training {fit.training:.3f} {fit.hours}", highlight=False)
     middle = {}
-    for level in levels:
-        rough = central(found, level)
-        refined = fits(
-            rough.hypothesis,
-            cells=named.pool.cells,
-            published=baselines,
-            steps=STEPS,
-            published_steps=STEPS,
-            around=rough.training,
-        )
-        middle[level] = next(refined, rough)
+    for level in sorted({fit.hypothesis.max_staleness for fit in every}):
+        rough = central(every, level)
+        whole = Extent(named.pool.cells, steps=STEPS, of=STEPS)
+        middle[level] = next(fits(rough.hypothesis, baselines, whole, around=rough.training), rough)
     if as_json:
-        rows = [{**one._asdict(), "hypothesis": one.hypothesis._asdict()} for one in found]
-        central_rows = {
-            level: {**one._asdict(), "hypothesis": one.hypothesis._asdict()} for level, one in middle.items()
-        }
+        rows = [fit.as_json() for fit in every]
+        central_rows = {level: fit.as_json() for level, fit in middle.items()}
         show({"hypotheses": len(HYPOTHESES), "fits": rows, "central": central_rows})
         return
-    for level, one in middle.items():
-        hours = sorted(fit.hours["watermark"] for fit in found if fit.hypothesis.max_staleness == level)
+    for level, chosen in middle.items():
+        hours = sorted(fit.hours["watermark"] for fit in every if fit.hypothesis.max_staleness == level)
         console.print(
             f"max_staleness {level}: {len(hours)} fits reproduce the baselines; they predict {hours[0]:.1f} to "
-            f"{hours[-1]:.1f} h for watermark, {one.hours['watermark']:.1f} h in the middle "
-            f"(published: {PUBLISHED_HOURS['watermark']} h): {one.hypothesis}",
+            f"{hours[-1]:.1f} h for watermark, {chosen.hours['watermark']:.1f} h in the middle "
+            f"(published: {PUBLISHED_HOURS['watermark']} h): {chosen.hypothesis}",
             highlight=False,
         )
 

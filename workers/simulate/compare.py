@@ -16,7 +16,7 @@ from typing import Any, Final
 from workflows.contracts.configuration import SchedulerConfig
 from workflows.simulation.foresight import Clairvoyant
 from workflows.simulation.run import Simulated
-from workflows.simulation.simulator import simulate
+from workflows.simulation.simulator import Simulation
 from workflows.simulation.workload import (
     OVERLAPPED,
     Bounds,
@@ -113,30 +113,28 @@ def compare(
 ) -> Comparison:
     """``split``: training cells of `async`; None: the best, of each of its two ways."""
     base = scheduler or priced(pool)
-    usual, usual_split, given = {}, split or 1, split
-    if "async" in policies and given is None:
-        split = best_split(pool, steps, base, max_staleness=max_staleness)
-    split = split or 1
+
+    def run(policy: str, cells: int, pipeline: Pipeline = OVERLAPPED) -> Simulated:
+        config = configured(base, policy, cells)
+        return Simulation(pool, steps, config, max_staleness, pipeline=pipeline, timeline=timeline).run()
+
+    def best(pipeline: Pipeline) -> int:
+        searched = split is None and "async" in policies
+        return best_split(pool, steps, base, max_staleness=max_staleness, pipeline=pipeline) if searched else split or 1
+
+    own_split, usual_split, usual = best(OVERLAPPED), split or 1, {}
     if max_staleness and set(BASELINES) <= set(policies):
         pipeline = batchwise(max_staleness)
-        if given is None:
-            usual_split = best_split(pool, steps, base, max_staleness=max_staleness, pipeline=pipeline)
-        for name in BASELINES:
-            config = base.model_copy(update={"policy": name, "training_cells": usual_split})
-            usual[name] = simulate(
-                pool, steps, config, max_staleness=max_staleness, pipeline=pipeline, timeline=timeline
-            )
-    runs = {}
-    for policy in policies:
-        config = base.model_copy(update={"policy": policy, "training_cells": split})
-        runs[policy] = simulate(pool, steps, config, max_staleness=max_staleness, timeline=timeline)
+        usual_split = best(pipeline)
+        usual = {name: run(name, usual_split, pipeline) for name in BASELINES}
+    runs = {policy: run(policy, own_split) for policy in policies}
     known = clairvoyant(pool, steps, base, max_staleness)
     return Comparison(
         pool=pool,
         max_staleness=max_staleness,
         steps=len(steps),
         runs=runs,
-        split=split,
+        split=own_split,
         clairvoyant=min([known, *runs.values()], key=lambda run: run.total_s),
         bounds=lower_bounds(pool, steps, max_staleness),
         gpus_per_cell=gpus_per_cell,
@@ -150,25 +148,27 @@ def priced(pool: PoolModel) -> SchedulerConfig:
     return SchedulerConfig(satellite_s=2 * max(pool.switch_out_s, pool.switch_in_s))
 
 
+def configured(base: SchedulerConfig, policy: str, training_cells: int = 1) -> SchedulerConfig:
+    return base.model_copy(update={"policy": policy, "training_cells": training_cells})
+
+
 def clairvoyant(pool: PoolModel, steps: Steps, base: SchedulerConfig, max_staleness: int) -> Simulated:
     """The best of what the policies find when durations are known and the longest episodes start first."""
     longest = [
         [SimulatedGroup(group.task, tuple(sorted(group.episodes, reverse=True))) for group in groups]
         for groups in steps
     ]
-    found = []
+    runs = []
     for policy, whole_groups in (
         ("predictive", False),
         ("predictive", True),
         ("watermark", False),
         ("colocate", False),
     ):
-        config = base.model_copy(update={"policy": policy})
         foresight = Clairvoyant(pool, whole_groups=whole_groups)
-        found.append(
-            simulate(pool, longest, config, max_staleness=max_staleness, foresight=foresight, longest_first=True)
-        )
-    return min(found, key=lambda run: run.total_s)
+        config = configured(base, policy)
+        runs.append(Simulation(pool, longest, config, max_staleness, foresight, longest_first=True).run())
+    return min(runs, key=lambda run: run.total_s)
 
 
 def best_split(
@@ -181,11 +181,9 @@ def best_split(
     search_steps: int = 8,
 ) -> int:
     """Training cells of the static split that finishes soonest, over the first ``search_steps`` steps."""
-    if pool.cells == 1:
-        return 1
-    times: dict[int, float] = {}
-    for training in range(1, pool.cells):
-        split = scheduler.model_copy(update={"policy": "async", "training_cells": training})
-        searched = simulate(pool, steps[:search_steps], split, max_staleness=max_staleness, pipeline=pipeline)
-        times[training] = searched.total_s
-    return min(times, key=lambda training: times[training])
+
+    def seconds(training: int) -> float:
+        config = configured(scheduler, "async", training)
+        return Simulation(pool, steps[:search_steps], config, max_staleness, pipeline=pipeline).run().total_s
+
+    return min(range(1, pool.cells), key=seconds) if pool.cells > 1 else 1

@@ -15,16 +15,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from workers.simulate.compare import BASELINES, priced
-from workflows.simulation.simulator import simulate
+from workers.simulate.compare import BASELINES, configured, priced
+from workers.simulate.workloads import COSTS, MICRO_STEP_TOKENS, STEP
+from workflows.simulation.simulator import Simulation
 from workflows.simulation.workload import OVERLAPPED, DrawnWork, Pipeline, PoolModel, Steps
 
-EPISODES: Final = 512
-GROUP: Final = 16
-TOKENS: Final = 700_000
-"""Of an episode, about (published)."""
+EPISODES: Final = STEP["groups"] * STEP["group_size"]
 MEDIAN_S: Final = 3600.0
 """Unit of time while the ratio is fitted; switches are negligible against it."""
 NEAR: Final = 1.1
@@ -57,6 +55,17 @@ HYPOTHESES: Final = [
 ]
 
 
+class Extent(NamedTuple):
+    """How much of a run is simulated for it."""
+
+    cells: int
+    steps: int
+    """That are simulated."""
+    of: int = 0
+    """That the run has. From the second one's end on it is taken to go on as simulated: the first and the last steps
+    have nothing to overlap with. 0: those that are simulated."""
+
+
 class Fit(NamedTuple):
     hypothesis: Hypothesis
     training: float
@@ -68,76 +77,56 @@ class Fit(NamedTuple):
     regret: float
     """Time of the Async split that reproduces the baselines over that of the best one: nobody runs a bad split."""
 
+    def as_json(self) -> dict[str, Any]:
+        return {**self._asdict(), "hypothesis": self.hypothesis._asdict()}
+
 
 def build(
-    hypothesis: Hypothesis, training: float, *, cells: int, steps: int, median_s: float = MEDIAN_S, seed: int = 0
-) -> tuple[PoolModel, Steps, DrawnWork]:
+    hypothesis: Hypothesis, training: float, extent: Extent, median_s: float = MEDIAN_S
+) -> tuple[PoolModel, Steps]:
     """A pool and its work, with ``training`` cell-seconds of training to a cell-second of rollout."""
-    capacity = max(1, round(EPISODES / hypothesis.waves / cells))
+    capacity = max(1, round(EPISODES / hypothesis.waves / extent.cells))
     limit = median_s * hypothesis.limit
     drawn = DrawnWork(
-        steps=steps,
-        groups=EPISODES // GROUP,
-        group_size=GROUP,
+        **{**STEP, "steps": extent.steps},
         median_s=median_s,
         spread=hypothesis.spread,
         correlation=hypothesis.correlation,
         tokens_per_s=1.0,
-        tasks=4 * EPISODES // GROUP,
-        seed=seed,
     )
-    work = drawn.draw()
-    done = sum(min(e.work_s, limit) for groups in work for g in groups for e in g.episodes)
-    per_s = TOKENS * steps * EPISODES / done
-    drawn = drawn.model_copy(update={"tokens_per_s": per_s})
+    done = sum(min(e.work_s, limit) for groups in drawn.draw() for g in groups for e in g.episodes)
+    per_s = MICRO_STEP_TOKENS * extent.steps * EPISODES / done
     pool = PoolModel(
-        cells=cells,
+        **{**COSTS, "solo_speedup": hypothesis.solo_speedup},
+        cells=extent.cells,
         capacity=capacity,
         train_tokens_per_s=per_s * capacity / training,
-        switch_out_s=8.52,
-        switch_in_s=3.46,
-        publish_s=3.46,
-        update_s=30.0,
         limit_s=limit,
-        solo_speedup=hypothesis.solo_speedup,
-        micro_step_tokens=TOKENS,
+        micro_step_tokens=MICRO_STEP_TOKENS,
         poll_s=10.0,
     )
-    return pool, drawn.draw(), drawn
+    return pool, drawn.model_copy(update={"tokens_per_s": per_s}).draw()
 
 
 @lru_cache(maxsize=4096)
-def hours(
-    hypothesis: Hypothesis,
-    training: float,
-    policy: str,
-    *,
-    cells: int,
-    steps: int,
-    of: int = 0,
-    median_s: float = MEDIAN_S,
-) -> float:
-    """Of a run under a policy; the hypothesis says with which split.
-
-    ``steps`` are simulated, and from the second one's end on the run is taken to go on like that to step ``of``: the
-    first and the last steps have nothing to overlap with.
-    """
+def hours(hypothesis: Hypothesis, training: float, policy: str, extent: Extent, median_s: float = MEDIAN_S) -> float:
+    """Of a run under a policy; the hypothesis says with which split."""
     same = hypothesis
     if policy != "async":
         same = same._replace(split=0, streams=True)
     if policy == "colocate":
         same = same._replace(max_staleness=0)
     if same != hypothesis:
-        return hours(same, training, policy, cells=cells, steps=steps, of=of, median_s=median_s)
-    pool, work, _ = build(hypothesis, training, cells=cells, steps=steps, median_s=median_s)
+        return hours(same, training, policy, extent, median_s)
     if policy == "async" and not hypothesis.split:
-        splits = [hypothesis._replace(split=n) for n in range(1, cells)]
-        return min(hours(s, training, policy, cells=cells, steps=steps, of=of, median_s=median_s) for s in splits)
-    config = priced(pool).model_copy(update={"policy": policy, "training_cells": max(1, hypothesis.split)})
+        splits = [hypothesis._replace(split=n) for n in range(1, extent.cells)]
+        return min(hours(split, training, policy, extent, median_s) for split in splits)
+    pool, work = build(hypothesis, training, extent, median_s)
+    config = configured(priced(pool), policy, max(1, hypothesis.split))
     streams = hypothesis.streams or policy != "async"
     pipeline = Pipeline(fills=False, streams=streams) if policy in BASELINES else OVERLAPPED
-    run = simulate(pool, work, config, max_staleness=hypothesis.max_staleness, pipeline=pipeline)
-    seconds = run.total_s
+    run = Simulation(pool, work, config, hypothesis.max_staleness, pipeline=pipeline).run()
+    seconds, steps, of = run.total_s, extent.steps, extent.of
     if of > steps:
         known = min(2, steps - 1)
         begun = run.closed_s[known - 1] if known else 0.0
@@ -145,25 +134,15 @@ def hours(
     return seconds / 3600
 
 
-def fits(
-    hypothesis: Hypothesis,
-    *,
-    cells: int,
-    published: dict[str, float],
-    steps: int,
-    published_steps: int,
-    around: float = 0.0,
-) -> Iterator[Fit]:
-    """Every amount of training under which the hypothesis reproduces the ratio of the two baselines.
+def fits(hypothesis: Hypothesis, published: dict[str, float], extent: Extent, *, around: float = 0.0) -> Iterator[Fit]:
+    """Every amount of training under which the hypothesis reproduces the ratio of the two baselines' hours.
 
     ``around``: look only near this one, to refine it on more steps.
     """
-    of = published_steps
     target = published["async"] / published["colocate"]
 
     def ratio(training: float) -> float:
-        found = {name: hours(hypothesis, training, name, cells=cells, steps=steps, of=of) for name in published}
-        return found["async"] / found["colocate"]
+        return hours(hypothesis, training, "async", extent) / hours(hypothesis, training, "colocate", extent)
 
     for low, high in [(around / NEAR, around * NEAR)] if around else itertools.pairwise(SHARES):
         if (ratio(low) - target) * (ratio(high) - target) > 0:
@@ -177,26 +156,20 @@ def fits(
                 below = middle
         training = (below * above) ** 0.5
         if abs(ratio(training) / target - 1) < 0.02:  # a jump over the target reproduces nothing
-            yield _scaled(hypothesis, training, cells=cells, published=published, runs=(steps, published_steps))
+            yield _scaled(hypothesis, training, published, extent)
 
 
-def _scaled(
-    hypothesis: Hypothesis, training: float, *, cells: int, published: dict[str, float], runs: tuple[int, int]
-) -> Fit:
+def _scaled(hypothesis: Hypothesis, training: float, published: dict[str, float], extent: Extent) -> Fit:
     """Stretch time until both baselines take as long as published, in the mean of their ratios."""
-    steps, of = runs
-    found = {name: hours(hypothesis, training, name, cells=cells, steps=steps, of=of) for name in published}
-    median_s = MEDIAN_S * sum(published[name] / found[name] for name in found) / len(found)
-    result = {
-        name: hours(hypothesis, training, name, cells=cells, steps=steps, of=of, median_s=median_s)
-        for name in (*published, "watermark")
-    }
-    pool, _, _ = build(hypothesis, training, cells=cells, steps=steps, median_s=median_s)
-    best = hours(hypothesis._replace(split=0), training, "async", cells=cells, steps=steps, of=of)
-    return Fit(hypothesis, training, result, median_s, pool.train_tokens_per_s, found["async"] / best)
+    simulated = {name: hours(hypothesis, training, name, extent) for name in published}
+    median_s = MEDIAN_S * sum(published[name] / simulated[name] for name in published) / len(published)
+    of_run = {name: hours(hypothesis, training, name, extent, median_s) for name in (*published, "watermark")}
+    pool, _ = build(hypothesis, training, extent, median_s)
+    best = hours(hypothesis._replace(split=0), training, "async", extent)
+    return Fit(hypothesis, training, of_run, median_s, pool.train_tokens_per_s, simulated["async"] / best)
 
 
-def central(found: Sequence[Fit], max_staleness: int) -> Fit:
+def central(every: Sequence[Fit], max_staleness: int) -> Fit:
     """The fit that a named workload takes: chosen by what is known of the baselines, never by what it predicts.
 
     Two waves (the published watermark counts queued episodes, so not all have a place at once), siblings half
@@ -204,6 +177,5 @@ def central(found: Sequence[Fit], max_staleness: int) -> Fit:
     split is closest to the best, because nobody runs a bad one.
     """
     middle = Hypothesis(0.5, 0.8, 1.2, 2, 2.0, max_staleness, 0)
-    return min(
-        (fit for fit in found if fit.hypothesis._replace(split=0, streams=True) == middle), key=lambda fit: fit.regret
-    )
+    alike = (fit for fit in every if fit.hypothesis._replace(split=0, streams=True) == middle)
+    return min(alike, key=lambda fit: fit.regret)

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from workers.simulate.compare import BASELINES, Comparison, batchwise, priced
+from workers.simulate.compare import BASELINES, Comparison, batchwise, configured, priced
 from workers.simulate.workloads import PUBLISHED, Workload, explanation
-from workflows.simulation.simulator import simulate
+from workflows.simulation.simulator import Simulation
 from workflows.simulation.workload import Steps
 
 
@@ -56,8 +56,8 @@ def _usual_s(case: Case, over: str) -> float:
     if over != "async" or not case.split:
         return compared.usual(over).total_s
     level = compared.max_staleness
-    config = priced(compared.pool).model_copy(update={"policy": "async", "training_cells": case.split})
-    return simulate(compared.pool, case.work, config, max_staleness=level, pipeline=batchwise(level)).total_s
+    config = configured(priced(compared.pool), "async", case.split)
+    return Simulation(compared.pool, case.work, config, level, pipeline=batchwise(level)).run().total_s
 
 
 def sentences(row: dict[str, Any]) -> list[str]:

@@ -66,10 +66,10 @@ class Workload(Contract):
         """Pool, work, and training cells of the published Async (0: the best split), at that staleness."""
         if not self.fitted:
             return self.pool, self.work, 0
-        one = self.fitted[min(max_staleness, len(self.fitted) - 1)]
-        pool = self.pool.model_copy(update={"train_tokens_per_s": one.train_tokens_per_s, "limit_s": one.limit_s})
-        work = self.work.model_copy(update={"median_s": one.median_s, "tokens_per_s": one.tokens_per_s})
-        return pool, work, one.split
+        fitted = self.fitted[min(max_staleness, len(self.fitted) - 1)]
+        pool = self.pool.model_copy(update={"train_tokens_per_s": fitted.train_tokens_per_s, "limit_s": fitted.limit_s})
+        work = self.work.model_copy(update={"median_s": fitted.median_s, "tokens_per_s": fitted.tokens_per_s})
+        return pool, work, fitted.split
 
 
 WIDE: Final = Published(Range(1.38, 1.78), Range(1.21, 1.85))
@@ -114,152 +114,96 @@ FITTED: Final = (
 )
 """`gyre simulate nl2repobench-2.4t --fit`: if the published runs were on-policy, and if they were a step behind."""
 
+COSTS: Final = {"switch_out_s": 8.52, "switch_in_s": 3.46, "publish_s": 3.46, "update_s": 30.0, "solo_speedup": 2.0}
+"""Of a pool. The switches are published for the 2.4T model."""
+MICRO_STEP_TOKENS: Final = 700_000
+"""Of an episode, about (published for the 2.4T model): one is a micro-step."""
+STEP: Final = {"steps": STEPS, "groups": 32, "group_size": 16, "tasks": 128}
+ALWAYS_ASSUMED: Final = (
+    *("capacity", "publish_s", "update_s", "limit_s", "solo_speedup"),
+    *("groups", "group_size", "spread", "correlation", "tokens_per_s", "tasks"),
+)
 
-ASSUMED: Final = (
-    "capacity",
-    "publish_s",
-    "update_s",
-    "limit_s",
-    "solo_speedup",
-    "groups",
-    "group_size",
-    "spread",
-    "correlation",
-    "tokens_per_s",
-    "tasks",
+LARGE: Final = Workload(
+    name="nl2repobench-2.4t",
+    about="NL2RepoBench on a 2.4T model, 4 cells of 48 nodes, 48 steps",
+    pool=PoolModel(
+        **COSTS,
+        cells=4,
+        capacity=64,
+        train_tokens_per_s=FITTED[0].train_tokens_per_s,
+        limit_s=FITTED[0].limit_s,
+        micro_step_tokens=MICRO_STEP_TOKENS,
+        poll_s=10.0,
+    ),
+    work=DrawnWork(
+        **STEP, median_s=FITTED[0].median_s, spread=0.8, correlation=0.5, tokens_per_s=FITTED[0].tokens_per_s
+    ),
+    gpus_per_cell=384,
+    fitted=FITTED,
+    sources={
+        **dict.fromkeys(ALWAYS_ASSUMED, "assumed"),
+        **dict.fromkeys(("cells", "steps", "switch_out_s", "switch_in_s", "micro_step_tokens"), "published"),
+        **dict.fromkeys(("median_s", "train_tokens_per_s"), "fitted"),
+    },
+    fit="two times are published, so two parameters are fitted: seconds of an episode and training throughput, "
+    "once for published runs that were on-policy and once for such a step behind. All else is assumed. Async "
+    "on 1 of 4 cells comes closest to the best split of those that reproduce the times, and is still 19 % "
+    "(on-policy) and 36 % (a step behind) slower than it",
 )
 
 
-def _smaller(
-    name: str,
-    about: str,
-    *,
-    cells: int,
-    median_s: float,
-    spread: float,
-    limit: float,
-    correlation: float,
-    tokens_per_s: float,
-) -> Workload:
-    """A workload on the 122B model, of which no time is published."""
-    capacity = round(512 / 2 / cells)
-    return Workload(
-        name=name,
-        about=about,
-        pool=PoolModel(
-            cells=cells,
+class Small(NamedTuple):
+    """A workload on the 122B model, of which no time is published: cells are of 4 nodes, all figures are assumed."""
+
+    name: str
+    about: str
+    cells: int
+    median_s: float
+    spread: float
+    limit: float
+    """Active budget, in medians of an episode."""
+    correlation: float
+    tokens_per_s: float
+
+    def workload(self) -> Workload:
+        capacity = round(STEP["groups"] * STEP["group_size"] / 2 / self.cells)
+        pool = PoolModel(
+            **COSTS,
+            cells=self.cells,
             capacity=capacity,
-            train_tokens_per_s=tokens_per_s * capacity / TRAINING,
-            switch_out_s=8.52,
-            switch_in_s=3.46,
-            publish_s=3.46,
-            update_s=30.0,
-            limit_s=median_s * limit,
-            solo_speedup=2.0,
-            micro_step_tokens=700_000,
+            train_tokens_per_s=self.tokens_per_s * capacity / TRAINING,
+            limit_s=self.median_s * self.limit,
+            micro_step_tokens=MICRO_STEP_TOKENS,
             poll_s=5.0,
-        ),
-        work=DrawnWork(
-            steps=STEPS,
-            groups=32,
-            group_size=16,
-            median_s=median_s,
-            spread=spread,
-            correlation=correlation,
-            tokens_per_s=tokens_per_s,
-            tasks=128,
-        ),
-        gpus_per_cell=32,
-        sources={
-            **dict.fromkeys(ASSUMED, "assumed"),
-            "cells": "assumed",
-            "median_s": "assumed",
-            "train_tokens_per_s": "assumed",
-            "switch_out_s": "assumed",
-            "switch_in_s": "assumed",
-            "steps": "assumed",
-            "micro_step_tokens": "assumed",
-        },
-        fit="nothing can be fitted: no time of a baseline is published, only the range of the ratios that are to be "
-        "predicted. The share of training is that of the 2.4T fit; nodes (24 to 32) are published, cells are not",
-    )
+        )
+        drawn = {name: getattr(self, name) for name in ("median_s", "spread", "correlation", "tokens_per_s")}
+        others = (
+            "cells",
+            "median_s",
+            "train_tokens_per_s",
+            "switch_out_s",
+            "switch_in_s",
+            "steps",
+            "micro_step_tokens",
+        )
+        return Workload(
+            name=self.name,
+            about=f"{self.about} on a 122B model, {self.cells} cells of 4 nodes",
+            pool=pool,
+            work=DrawnWork(**STEP, **drawn),
+            gpus_per_cell=32,
+            sources=dict.fromkeys((*ALWAYS_ASSUMED, *others), "assumed"),
+            fit="nothing can be fitted: no time of a baseline is published, only the range of the ratios that are to "
+            "be predicted. The share of training is that of the 2.4T fit; nodes (24 to 32) are published, cells are "
+            "not",
+        )
 
 
-WORKLOADS: Final = {
-    workload.name: workload
-    for workload in (
-        Workload(
-            name="nl2repobench-2.4t",
-            about="NL2RepoBench on a 2.4T model, 4 cells of 48 nodes, 48 steps",
-            pool=PoolModel(
-                cells=4,
-                capacity=64,
-                train_tokens_per_s=FITTED[0].train_tokens_per_s,
-                switch_out_s=8.52,
-                switch_in_s=3.46,
-                publish_s=3.46,
-                update_s=30.0,
-                limit_s=FITTED[0].limit_s,
-                solo_speedup=2.0,
-                micro_step_tokens=700_000,
-                poll_s=10.0,
-            ),
-            work=DrawnWork(
-                steps=STEPS,
-                groups=32,
-                group_size=16,
-                median_s=FITTED[0].median_s,
-                spread=0.8,
-                correlation=0.5,
-                tokens_per_s=FITTED[0].tokens_per_s,
-                tasks=128,
-            ),
-            gpus_per_cell=384,
-            fitted=FITTED,
-            sources={
-                **dict.fromkeys(ASSUMED, "assumed"),
-                "cells": "published",
-                "steps": "published",
-                "switch_out_s": "published",
-                "switch_in_s": "published",
-                "micro_step_tokens": "published",
-                "median_s": "fitted",
-                "train_tokens_per_s": "fitted",
-            },
-            fit="two times are published, so two parameters are fitted: seconds of an episode and training throughput, "
-            "once for published runs that were on-policy and once for such a step behind. All else is assumed. Async "
-            "on 1 of 4 cells comes closest to the best split of those that reproduce the times, and is still 19 % "
-            "(on-policy) and 36 % (a step behind) slower than it",
-        ),
-        _smaller(
-            "nl2repobench-122b",
-            "NL2RepoBench on a 122B model, 8 cells of 4 nodes",
-            cells=8,
-            median_s=1200.0,
-            spread=0.8,
-            limit=1.2,
-            correlation=0.5,
-            tokens_per_s=650.0,
-        ),
-        _smaller(
-            "deepswe-122b",
-            "DeepSWE on a 122B model, 6 cells of 4 nodes",
-            cells=6,
-            median_s=900.0,
-            spread=0.7,
-            limit=2.5,
-            correlation=0.5,
-            tokens_per_s=150.0,
-        ),
-        _smaller(
-            "terminalbench-122b",
-            "TerminalBench on a 122B model, 6 cells of 4 nodes",
-            cells=6,
-            median_s=500.0,
-            spread=1.0,
-            limit=4.0,
-            correlation=0.7,
-            tokens_per_s=120.0,
-        ),
-    )
-}
+SMALL: Final = (
+    #     name                 about           cells median_s spread limit correlation tokens_per_s
+    Small("nl2repobench-122b", "NL2RepoBench", 8, 1200.0, 0.8, 1.2, 0.5, 650.0),
+    Small("deepswe-122b", "DeepSWE", 6, 900.0, 0.7, 2.5, 0.5, 150.0),
+    Small("terminalbench-122b", "TerminalBench", 6, 500.0, 1.0, 4.0, 0.7, 120.0),
+)
+WORKLOADS: Final = {workload.name: workload for workload in (LARGE, *(small.workload() for small in SMALL))}

@@ -37,42 +37,16 @@ class Stranded(RuntimeError):
     """Nothing more would ever happen, and work is left: a policy has stranded it."""
 
 
-def simulate(
-    pool: PoolModel,
-    steps: Steps,
-    scheduler: SchedulerConfig,
-    *,
-    max_staleness: int = 0,
-    foresight: Foresight | None = None,
-    longest_first: bool | None = None,
-    pipeline: Pipeline = OVERLAPPED,
-    timeline: bool = False,
-) -> Simulated:
-    """Run all ``steps``. ``longest_first``: admit the groups expected to take longest first; None: the policy's way.
-
-    Raises Stranded when a policy leaves work that would never be done.
-    """
-    return Simulation(
-        pool,
-        steps,
-        scheduler,
-        max_staleness,
-        foresight,
-        longest_first=longest_first,
-        pipeline=pipeline,
-        timeline=timeline,
-    ).run()
-
-
 class Simulation:
-    """One run; `simulate` is how to make it."""
+    """One run of all ``steps``. ``longest_first``: admit the groups expected to take longest first; None: the policy's
+    way. ``timeline``: also note what each cell does when, and the reasons of decisions."""
 
     def __init__(
         self,
         pool: PoolModel,
         steps: Steps,
         scheduler: SchedulerConfig,
-        max_staleness: int,
+        max_staleness: int = 0,
         foresight: Foresight | None = None,
         *,
         longest_first: bool | None = None,
@@ -101,6 +75,7 @@ class Simulation:
     # --- time -----------------------------------------------------------------------------------------------------
 
     def run(self) -> Simulated:
+        """Raises Stranded when a policy leaves work that would never be done."""
         for absence in self.pool.absences:
             self._at(absence.at_s, partial(self._leave, absence))
             self._at(absence.at_s + absence.for_s, partial(self._come, absence))

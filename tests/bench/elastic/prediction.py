@@ -23,7 +23,7 @@ from workers.records.episodes import sealed_episodes
 from workers.simulate.export import export_trace
 from workers.simulate.trace import TracedEpisode, read_trace, steps_of
 from workflows.contracts.configuration import SchedulerConfig
-from workflows.simulation.simulator import simulate
+from workflows.simulation.simulator import Simulation
 from workflows.simulation.workload import PoolModel
 
 
@@ -116,8 +116,7 @@ def predicted_s(run: Traced, pool: PoolModel, scheduler: SchedulerConfig, stalen
         )
         for episode in run.episodes
     ]
-    simulated = simulate(pool, steps_of(started, pool), scheduler, max_staleness=staleness)
-    return simulated.step_s[1:]
+    return Simulation(pool, steps_of(started, pool), scheduler, staleness).run().step_s[1:]
 
 
 def compared(measured: float, predicted: float) -> dict[str, Any]:
