@@ -19,7 +19,7 @@ import typer
 from pydantic import ValidationError
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
-from temporalio.client import Client, WorkflowUpdateFailedError
+from temporalio.client import Client, WorkflowHandle, WorkflowUpdateFailedError
 from temporalio.common import WorkflowIDReusePolicy
 from temporalio.exceptions import WorkflowAlreadyStartedError
 from temporalio.service import RPCError, RPCStatusCode
@@ -61,9 +61,8 @@ def command(function: Callable[P, Coroutine[Any, Any, None] | None]) -> Callable
 
             fail(f"settings: {describe(error)} (environment variables GYRE_*)")
         except RedisError as error:
-            fail(
-                f"no Redis at {Settings().redis}: start the local stack with `gyre up`, or set GYRE_REDIS_URL ({error})"
-            )
+            mend = "start the local stack with `gyre up`, or set GYRE_REDIS_URL"
+            fail(f"no Redis at {Settings().redis}: {mend} ({error})")
         except WorkflowUpdateFailedError as error:
             fail(str(error.cause or error))
         except RPCError as error:
@@ -87,12 +86,15 @@ def fail(message: str) -> None:
 async def connected() -> AsyncIterator[tuple[Settings, Client, Redis]]:
     settings = Settings()
     client = await connect(settings)
-    redis = redis_client(settings.redis)
-    try:
+    async with redis_client(settings.redis) as redis:
         await redis.ping()
         yield settings, client, redis
-    finally:
-        await redis.aclose()
+
+
+@asynccontextmanager
+async def workflow_of(run: str) -> AsyncIterator[WorkflowHandle[Run, Any]]:
+    async with connected() as (_, client, _redis):
+        yield client.get_workflow_handle_for(Run.run, names.run_id(run))
 
 
 # --- the local stack ----------------------------------------------------------------------------------------------
@@ -102,10 +104,10 @@ async def connected() -> AsyncIterator[tuple[Settings, Client, Redis]]:
 @command
 async def up() -> None:
     """Start the local stack: Temporal, Valkey, the proxy, workers and cells."""
-    from workers.stack.local import up as start
+    from workers.stack import local
 
     settings = Settings()
-    await start(settings, console.print)
+    await local.up(settings, console.print)
     console.print(f"the stack is up; Temporal UI: {settings.temporal_ui}")
 
 
@@ -113,13 +115,11 @@ async def up() -> None:
 @command
 async def down() -> None:
     """End the local stack. Its state stays in GYRE_HOME."""
-    from workers.stack.local import down as stop
-    from workers.stack.local import running_harnesses
+    from workers.stack import local
 
     settings = Settings()
-    ended = await stop(settings)
-    console.print("the stack is down" if ended else "nothing was running")
-    if left := running_harnesses(settings):
+    console.print("the stack is down" if await local.down(settings) else "nothing was running")
+    if left := local.running_harnesses(settings):
         console.print(f"{left} harnesses run on: they go on with `gyre up`, or end with their budget")
 
 
@@ -129,11 +129,11 @@ async def status(as_json: Json = False) -> None:
     """Processes, cells and runs."""
     from workers.stack.status import collect, print_status
 
-    found = await collect(Settings())
+    seen = await collect(Settings())
     if as_json:
-        show(found)
+        show(seen)
     else:
-        print_status(found, console)
+        print_status(seen, console)
 
 
 @app.command()
@@ -208,8 +208,7 @@ async def submit_step(
 ) -> None:
     """Queue a step of a run that goes on."""
     request = SubmitStep(request_id=request_id or uuid.uuid4().hex, train=train, tasks=tasks)
-    async with connected() as (_, client, _redis):
-        handle = client.get_workflow_handle_for(Run.run, names.run_id(run))
+    async with workflow_of(run) as handle:
         queued = await handle.execute_update(Run.submit_step, request, id=request.request_id)
     console.print(f"queued: {queued} step(s) wait")
 
@@ -218,15 +217,13 @@ async def submit_step(
 @command
 async def watch(run: RunName, as_json: Json = False) -> None:
     """Live progress of a run: step, watermark, the cells' roles, pass rate."""
-    from workers.progress import as_json as view_json
-    from workers.progress import look
-    from workers.progress import watch as follow_run
+    from workers import progress
 
     async with connected() as (settings, client, redis):
         if as_json:
-            show(view_json(await look(client, redis, settings, run)))
+            show(progress.as_json(await progress.look(client, redis, settings, run)))
         else:
-            await follow_run(client, redis, settings, run, console=console)
+            await progress.watch(client, redis, settings, run, console=console)
 
 
 @app.command()
@@ -236,8 +233,7 @@ async def pause(
 ) -> None:
     """Stop admitting episodes; running ones go to their end."""
     request = PauseRequest(request_id=uuid.uuid4().hex, hold=hold)
-    async with connected() as (_, client, _redis):
-        handle = client.get_workflow_handle_for(Run.run, names.run_id(run))
+    async with workflow_of(run) as handle:
         console.print(await handle.execute_update(Run.pause, request))
 
 
@@ -246,8 +242,7 @@ async def pause(
 async def resume(run: RunName) -> None:
     """Go on after a pause."""
     request = PauseRequest(request_id=uuid.uuid4().hex)
-    async with connected() as (_, client, _redis):
-        handle = client.get_workflow_handle_for(Run.run, names.run_id(run))
+    async with workflow_of(run) as handle:
         console.print(await handle.execute_update(Run.resume, request))
 
 
@@ -268,8 +263,8 @@ async def resize(cells: Annotated[list[str], typer.Argument(help="Names of all c
 @command
 async def cancel(run: RunName) -> None:
     """Cancel a run, its steps and its episodes; what was trained stays."""
-    async with connected() as (_, client, _redis):
-        await client.get_workflow_handle(names.run_id(run)).cancel()
+    async with workflow_of(run) as handle:
+        await handle.cancel()
     console.print(f"run {run} is being cancelled")
 
 
@@ -289,7 +284,7 @@ HarnessName = Annotated[str, typer.Argument(help="Name of the harness.")]
 
 @harness.command("list")
 @command
-async def harness_list(as_json: Json = False) -> None:
+def harness_list(as_json: Json = False) -> None:
     """Every harness that there is, its version, the package that brings it, and what is missing for it here."""
     from workers.harness_check.command import listed
 
@@ -305,11 +300,11 @@ async def harness_list(as_json: Json = False) -> None:
 
 @harness.command("install")
 @command
-async def harness_install(name: HarnessName) -> None:
+def harness_install(name: HarnessName) -> None:
     """Install the pinned version of a harness into a folder of its own."""
     from workers.harness_check.command import install_harness
 
-    console.print(str(await asyncio.to_thread(install_harness, name, Settings())))
+    console.print(str(install_harness(name, Settings())))
 
 
 @harness.command("check")
@@ -324,10 +319,10 @@ async def harness_check(
     from workers.harness_check.command import as_json as reported
     from workers.harness_check.command import check, show_report
 
-    told = asyncio.ensure_future(check(name, scenario or [], Settings().harnesses, turns))
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.cancel)  # nothing may be left running
+    checking = asyncio.ensure_future(check(name, scenario or [], Settings().harnesses, turns))
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, checking.cancel)  # nothing may be left running
     try:
-        reports = await told
+        reports = await checking
     except asyncio.CancelledError:
         raise typer.Exit(128 + signal.SIGTERM) from None
     if as_json:
@@ -350,13 +345,11 @@ app.command("why")(command(why))
 
 @app.command()
 @command
-async def policy(
-    seed: Annotated[int, typer.Option(help="Seed of the warm start.")] = 0,
-) -> None:
+def policy(seed: Annotated[int, typer.Option(help="Seed of the warm start.")] = 0) -> None:
     """Make the tiny policy (about a minute of CPU), or reuse it; prints its folder."""
     from workers.quickstart import prepare
 
-    console.print(str(await asyncio.to_thread(prepare, seed, console.print)))
+    console.print(str(prepare(seed, console.print)))
 
 
 @app.command()

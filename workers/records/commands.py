@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +15,7 @@ from infra.state.blobs import BlobStore
 from workers.printing import Json, RunName, console, show
 
 
-async def episodes(
+def episodes(
     run: RunName,
     step: Annotated[int | None, typer.Option(help="Only this step.")] = None,
     outcome: Annotated[str, typer.Option(help="Only this outcome.")] = "",
@@ -28,18 +27,18 @@ async def episodes(
     from workers.records.regrade import later_verdicts, verdict_line
 
     blobs = BlobStore(Settings().blobs)
-    found = sealed_episodes(blobs, run, step, outcome)
+    seals = sealed_episodes(blobs, run, step, outcome)
     if export is not None:
         from workers.simulate.export import export_trace
 
-        console.print(f"{export_trace(blobs, run, found, export)} episodes: {export}")
+        console.print(f"{export_trace(blobs, run, seals, export)} episodes: {export}")
         return
     later = later_verdicts(blobs, run, step)
-    found = [{**seal, "verdicts": later.get(seal["exit"]["records"] or seal["episode"], [])} for seal in found]
+    seals = [{**seal, "verdicts": later.get(seal["exit"]["records"] or seal["episode"], [])} for seal in seals]
     if as_json:
-        show(found)
+        show(seals)
         return
-    for seal in found:
+    for seal in seals:
         console.print(episode_line(seal))
         for verdict in seal["verdicts"]:
             console.print(f"  {verdict_line(verdict)}", highlight=False, markup=False)
@@ -77,7 +76,7 @@ async def regrade(
         raise typer.Exit(1)
 
 
-async def gauges(
+def gauges(
     run: RunName, step: Annotated[int | None, typer.Argument(help="Number of the step.")] = None, as_json: Json = False
 ) -> None:
     """How far serving and training disagree, and what became of what was sampled: of each step, or all of one."""
@@ -91,14 +90,14 @@ async def gauges(
         else:
             print_run(results, console)
         return
-    result, found = of_step(blobs, run, step)
+    result, all_gauges = of_step(blobs, run, step)
     if as_json:
-        show({"step": step, "train": result.train, "summary": result.gauges, **found.model_dump()})
+        show({"step": step, "train": result.train, "summary": result.gauges, **all_gauges.model_dump()})
     else:
-        print_step(result, found, console)
+        print_step(result, all_gauges, console)
 
 
-async def show_episode(
+def show_episode(
     episode: Annotated[str, typer.Argument(help="RUN/STEP/GROUP/INDEX, as `gyre episodes` prints it.")],
     as_json: Json = False,
 ) -> None:
@@ -113,13 +112,13 @@ async def show_episode(
         console.print(episode_tree(seal, records, settings.policy))
 
 
-async def replay(
+def replay(
     run: RunName, step: Annotated[int, typer.Argument(help="Number of the step.")], as_json: Json = False
 ) -> None:
     """Recompute a recorded step's gradient on one cell, offline, and print the difference."""
     from workers.records.replay import replay_step
 
-    result = await asyncio.to_thread(replay_step, Settings(), run, step)
+    result = replay_step(Settings(), run, step)
     if as_json:
         show(result.model_dump())
     else:

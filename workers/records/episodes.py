@@ -48,7 +48,12 @@ def load_episode(blobs: BlobStore, episode: str) -> tuple[dict[str, Any], list[C
         seal = orjson.loads(blobs.get_named(seal_name(episode)))
     except BlobMissing:
         raise UsageError(f"there is no sealed episode {episode!r}: `gyre episodes RUN` lists them") from None
-    return seal, decode_chain(unpack_records(blobs.get(seal["records_ref"])))
+    return seal, records_of(blobs, seal)
+
+
+def records_of(blobs: BlobStore, seal: dict[str, Any]) -> list[CallRecord]:
+    """The call records of a sealed episode; none for one that has made no call."""
+    return decode_chain(unpack_records(blobs.get(seal["records_ref"]))) if seal["records_ref"] else []
 
 
 def episode_json(seal: dict[str, Any], records: list[CallRecord]) -> dict[str, Any]:
@@ -98,12 +103,14 @@ def episode_tree(seal: dict[str, Any], records: list[CallRecord], policy: Path) 
 
 def _lineage(record: CallRecord) -> str:
     """Whose a call is, where that isn't the main agent, why it forks, and what isn't as it was said."""
-    said = [] if record.agent == ROOT_AGENT else [escape(record.agent)]
+    parts = [] if record.agent == ROOT_AGENT else [escape(record.agent)]
     if record.fork:
-        said.append(f"[yellow]fork: {record.fork}[/]" + (f" of call {record.compacts}" if record.compacts >= 0 else ""))
+        parts.append(
+            f"[yellow]fork: {record.fork}[/]" + (f" of call {record.compacts}" if record.compacts >= 0 else "")
+        )
     changes = {what: int(getattr(record, what)) for what in CHANGES}
-    said += [what if count == 1 else f"{count} {what}" for what, count in changes.items() if count]
-    return "".join(f" · {part}" for part in said)
+    parts += [what if count == 1 else f"{count} {what}" for what, count in changes.items() if count]
+    return "".join(f" · {part}" for part in parts)
 
 
 def _continued_once(records: list[CallRecord], seq: int) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Final
 
 from rich.console import Console
@@ -42,11 +43,18 @@ def of_run(blobs: BlobStore, run: str) -> list[StepResult]:
 
 def of_step(blobs: BlobStore, run: str, step: int) -> tuple[StepResult, Gauges]:
     """Raises UsageError when the step isn't committed, or has no gauges."""
-    try:
+    with recorded(run, step):
         result = StepResult.model_validate_json(blobs.get_named(step_name(run, step)))
         if not result.gauges_ref:
             raise UsageError(f"step {step} of {run} recorded no gauges")
         return result, Gauges.model_validate_json(blobs.get(result.gauges_ref))
+
+
+@contextmanager
+def recorded(run: str, step: int) -> Iterator[None]:
+    """What is read of a step inside has been recorded, or a UsageError says that it hasn't."""
+    try:
+        yield
     except BlobMissing as error:
         raise UsageError(f"nothing is recorded of run {run!r} step {step} ({error.args[0]} is missing)") from None
 
@@ -83,11 +91,8 @@ def print_step(result: StepResult, gauges: Gauges, console: Console) -> None:
     console.print(f"{_counts(gauges.groups_without_gradient)} of {gauges.groups}")
     console.print(f"trained tokens by staleness: {_counts(gauges.trained_by_lag)}; duplicates: {gauges.duplicates}")
     tasks = Table("task (lowest mean reward first)", "episodes", "reward", box=None)
-    graded = [
-        (one["reward"] / one["episodes"], one["episodes"], task)
-        for task, one in gauges.rewards.items()
-        if one["episodes"]
-    ]
+    rewards = gauges.rewards.items()
+    graded = [(sums["reward"] / sums["episodes"], sums["episodes"], task) for task, sums in rewards if sums["episodes"]]
     for reward, episodes, task in sorted(graded)[:TASKS]:
         tasks.add_row(escape(task), f"{episodes:g}", f"{reward:.3f}")
     console.print(tasks)

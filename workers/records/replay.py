@@ -11,14 +11,14 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from activities.trajectories import unpack_records
 from infra.settings import Settings
-from infra.state.blobs import BlobMissing, BlobStore
-from infra.state.record_names import config_name, seal_name, step_name
+from infra.state.blobs import BlobStore
+from infra.state.record_names import config_name, step_name
 from trajectory.micro_step import MicroStep
-from trajectory.records import decode_chain
 from trajectory.verify import verify_provenance
 from workers.errors import UsageError
+from workers.records.episodes import load_episode
+from workers.records.gauges import recorded
 from workflows.contracts.configuration import RunConfig
 from workflows.contracts.results import StepResult
 
@@ -71,10 +71,8 @@ def replay_step(settings: Settings, run: str, step: int) -> StepReplay:
             f"step {step} of {run} kept no gradient: set record_gradients = true in the run's configuration"
         )
     micro_steps = [MicroStep.from_bytes(blobs.get(ref)) for ref in candidate.micro_steps]
-    records = {}
-    for name in sorted({episode for micro_step in micro_steps for episode in micro_step.episodes}):
-        records[name] = decode_chain(unpack_records(blobs.get(_records_ref(blobs, name))))
-    proof = verify_provenance(micro_steps, records)
+    episodes = sorted({episode for micro_step in micro_steps for episode in micro_step.episodes})
+    proof = verify_provenance(micro_steps, {name: load_episode(blobs, name)[1] for name in episodes})
     replayed = recompute_gradient(result.candidate_ref, blobs, Path(config.policy))
     return StepReplay(
         run=run,
@@ -91,17 +89,9 @@ def replay_step(settings: Settings, run: str, step: int) -> StepReplay:
 
 
 def _recorded(blobs: BlobStore, run: str, step: int) -> tuple[StepResult, RunConfig]:
-    try:
+    with recorded(run, step):
         config = RunConfig.model_validate_json(blobs.get_named(config_name(run)))
         result = StepResult.model_validate_json(blobs.get_named(step_name(run, step)))
-    except BlobMissing as error:
-        raise UsageError(f"nothing is recorded of run {run!r} step {step} ({error.args[0]} is missing)") from None
     if not result.train:
         raise UsageError(f"step {step} of {run} is an evaluation: it has no gradient")
     return result, config
-
-
-def _records_ref(blobs: BlobStore, episode: str) -> str:
-    import orjson
-
-    return str(orjson.loads(blobs.get_named(seal_name(episode)))["records_ref"])

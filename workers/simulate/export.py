@@ -11,10 +11,10 @@ from typing import Any
 
 import orjson
 
-from activities.trajectories import unpack_records
 from infra.state.blobs import BlobStore
 from infra.state.record_names import steps_name
-from trajectory.records import CallRecord, decode_chain
+from trajectory.records import CallRecord
+from workers.records.episodes import records_of
 from workflows.contracts.results import StepResult
 
 
@@ -33,7 +33,7 @@ def export_trace(blobs: BlobStore, run: str, seals: list[dict[str, Any]], file: 
 def traced(blobs: BlobStore, seals: list[dict[str, Any]], training: dict[int, bool]) -> Iterator[dict[str, Any]]:
     for seal in seals:
         run, step, group, index = seal["episode"].split("/")[:4]
-        records = decode_chain(unpack_records(blobs.get(seal["records_ref"]))) if seal["records_ref"] else []
+        records = records_of(blobs, seal)
         ended = seal["exit"]
         yield {
             "run": run,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -43,7 +44,12 @@ def read_state(settings: Settings) -> dict[str, Any] | None:
         state: dict[str, Any] = json.loads((settings.root / "stack.json").read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return None
-    return state if start_time(state["pid"]) == state["start_time"] else None
+    return state if _lives(state) else None
+
+
+def _lives(entry: dict[str, Any]) -> bool:
+    """Whether the process that is noted with its start time, never another one that has its pid now, has not ended."""
+    return bool(start_time(entry["pid"]) == entry["start_time"])
 
 
 def missing_parts(settings: Settings) -> list[str]:
@@ -53,7 +59,7 @@ def missing_parts(settings: Settings) -> list[str]:
     if len(longest) > SOCKET_PATH_LIMIT:
         missing.append(f"{longest} is too long for a unix socket: set GYRE_HOME to a shorter path")
     for program, package in (("bwrap", "bubblewrap"), ("socat", "socat")):
-        if not any((Path(folder) / program).exists() for folder in os.environ.get("PATH", "").split(":")):
+        if shutil.which(program) is None:
             missing.append(f"{program} is not installed: apt-get install {package}")
     if settings.cell_cpu:
         try:
@@ -92,8 +98,7 @@ async def up(settings: Settings, say: Callable[[str], None]) -> None:
     if read_state(settings) is None:
         for line in missing_parts(settings):
             raise UsageError(line)
-        stale = end_leftovers(settings)
-        if stale:
+        if stale := end_leftovers(settings):
             say(f"ended {len(stale)} processes that a killed stack had left: {', '.join(stale)}")
         if taken := busy_ports(settings):
             raise UsageError(
@@ -121,21 +126,21 @@ def _start_supervisor(settings: Settings) -> None:
 
 async def _wait_ready(settings: Settings, say: Callable[[str], None]) -> None:
     deadline = time.monotonic() + READY_S
-    told: set[str] = set()
+    ready: set[str] = set()
     while True:
         state = read_state(settings)
         processes = state["processes"] if state else {}
         for name, process in processes.items():
-            if process["ready"] and name not in told:
-                told.add(name)
+            if process["ready"] and name not in ready:
+                ready.add(name)
                 say(f"{name} is ready")
             if process["restarts"] >= 5 and not process["ready"]:
                 await down(settings)
                 raise UsageError(f"{name} does not start, see {settings.logs / name}.log: {log_tail(settings, name)}")
-        if processes and len(told) == len(processes):
+        if processes and len(ready) == len(processes):
             return
         if time.monotonic() > deadline:
-            waiting = sorted(set(processes) - told)
+            waiting = sorted(set(processes) - ready)
             tail = log_tail(settings, waiting[0] if waiting else "stack")
             await down(settings)
             raise UsageError(f"not ready after {READY_S:.0f} s: {', '.join(waiting) or 'the supervisor'}: {tail}")
@@ -194,7 +199,7 @@ async def down(settings: Settings, deadline_s: float = 60.0) -> bool:
         return bool(end_leftovers(settings))
     os.kill(state["pid"], signal.SIGTERM)
     deadline = time.monotonic() + deadline_s
-    while start_time(state["pid"]) == state["start_time"]:
+    while _lives(state):
         if time.monotonic() > deadline:
             os.kill(state["pid"], signal.SIGKILL)
             break
@@ -205,12 +210,9 @@ async def down(settings: Settings, deadline_s: float = 60.0) -> bool:
 
 def running_harnesses(settings: Settings) -> int:
     """Harnesses on this machine whose supervisor lives: they outlive workers, and the stack."""
-    count = 0
-    for file in settings.episodes.glob("*/*/*/*/supervisor.json"):
-        if not (file.parent / "exit.json").exists():
-            registered = json.loads(file.read_text(encoding="utf-8"))
-            count += start_time(registered["pid"]) == registered["start"]
-    return count
+    files = settings.episodes.glob("*/*/*/*/supervisor.json")
+    begun = [json.loads(file.read_bytes()) for file in files if not (file.parent / "exit.json").exists()]
+    return sum(start_time(supervisor["pid"]) == supervisor["start"] for supervisor in begun)
 
 
 def end_leftovers(settings: Settings) -> list[str]:
@@ -220,8 +222,8 @@ def end_leftovers(settings: Settings) -> list[str]:
         try:
             left = json.loads(file.read_text(encoding="utf-8"))
         except ValueError:
-            left = {"pid": 0, "start_time": None}
-        if left["pid"] and start_time(left["pid"]) == left["start_time"]:
+            left = {"pid": 0}
+        if left["pid"] and _lives(left):
             kill_group(left["pid"])
             ended.append(file.stem)
         file.unlink(missing_ok=True)

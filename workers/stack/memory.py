@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import psutil
@@ -32,13 +33,15 @@ class PeakMemory:
             return
         total = 0
         for process in state["processes"].values():
-            try:
-                tree = psutil.Process(process["pid"])
-                members = [tree, *tree.children(recursive=True)]
-            except psutil.Error:
-                continue  # it has just been restarted
-            total += sum(_pss(member) for member in members)
+            with contextlib.suppress(psutil.Error):  # it has just been restarted
+                total += sum(_pss(member) for member in process_tree(process["pid"]))
         self.peak_bytes = max(self.peak_bytes, total)
+
+
+def process_tree(pid: int) -> list[psutil.Process]:
+    """A process and all that it has started. Raises psutil.Error."""
+    root = psutil.Process(pid)
+    return [root, *root.children(recursive=True)]
 
 
 def _pss(process: psutil.Process) -> int:

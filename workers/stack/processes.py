@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from infra.kv_store.commands import master_command, segment_command
 from infra.settings import Settings
@@ -26,9 +27,8 @@ WORKER_ROLES = ("control", "harness", "grade", "trajectory")
 class ProcessSpec:
     name: str
     command: Callable[[], list[str]]
-    """Asked anew for every start."""
+    """Asked anew for every start, as is its environment."""
     environment: Callable[[], Mapping[str, str]] = lambda: dict(os.environ)
-    """Asked anew for every start."""
     listens: tuple[str, int] | None = None
     """TCP address that answers once the process is ready."""
     socket: Path | None = None
@@ -45,22 +45,22 @@ class ProcessSpec:
 
 def local_stack(settings: Settings) -> list[ProcessSpec]:
     """Every process of the stack that ``settings`` describe, in an order that respects ``after``."""
-    specs = []
-    base: tuple[str, ...] = ()
-    if settings.embedded_temporal:
-        specs.append(_temporal(settings))
-        base += ("temporal",)
-    if settings.embedded_redis:
-        specs.append(_valkey(settings))
-        base += ("valkey",)
-    if settings.embedded_kv_store:
-        specs += _kv_store(settings)
-    specs.append(_proxy(settings, base))
+    servers = [_temporal(settings)] if settings.embedded_temporal else []
+    servers += [_valkey(settings)] if settings.embedded_redis else []
+    base = tuple(server.name for server in servers)
+    specs = servers + (_kv_store(settings) if settings.embedded_kv_store else [])
+    policy, host = str(settings.policy.absolute()), settings.host
+    health = f"http://{host}:{settings.proxy_port}/healthz"
+    specs.append(_own(settings, "proxy", ["proxy.main", "--policy", policy], http=health, after=base))
     for role in WORKER_ROLES:
-        specs.append(_worker(settings, role, role, [], base))
+        specs.append(_worker(settings, role, ["--role", role], base))
     for cell in settings.cell_names():
-        of_cell = [_engine(settings, cell), _replica(settings, cell, base)]
-        of_cell.append(_worker(settings, f"{cell}-worker", "cell", ["--cell", cell], base))
+        replica = ["infra.megatron.server", "--cell", cell, "--policy", policy]
+        of_cell = (
+            _engine(settings, cell),
+            _own(settings, f"{cell}-replica", replica, socket=settings.replica_socket(cell), after=base),
+            _worker(settings, f"{cell}-worker", ["--role", "cell", "--cell", cell], base),
+        )
         specs += [replace(spec, cell=cell) for spec in of_cell]
     return specs
 
@@ -126,25 +126,14 @@ def _kv_store(settings: Settings) -> list[ProcessSpec]:
     return [master, segment]
 
 
-def _proxy(settings: Settings, after: tuple[str, ...]) -> ProcessSpec:
-    command = [sys.executable, "-m", "proxy.main", "--policy", str(settings.policy.absolute())]
-    return ProcessSpec(
-        "proxy",
-        lambda: command,
-        lambda: child_environment(settings),
-        http=f"http://{settings.host}:{settings.proxy_port}/healthz",
-        after=after,
-    )
+def _own(settings: Settings, name: str, module: list[str], **ready: Any) -> ProcessSpec:
+    """A process of gyre's own: a module with its arguments."""
+    return ProcessSpec(name, lambda: [sys.executable, "-m", *module], lambda: child_environment(settings), **ready)
 
 
-def _worker(settings: Settings, name: str, role: str, arguments: list[str], after: tuple[str, ...]) -> ProcessSpec:
-    return ProcessSpec(
-        name,
-        lambda: [sys.executable, "-m", "workers.worker", "--role", role, *arguments],
-        lambda: child_environment(settings),
-        socket=settings.root / "workers" / f"{name}.sock",
-        after=after,
-    )
+def _worker(settings: Settings, name: str, arguments: list[str], after: tuple[str, ...]) -> ProcessSpec:
+    socket = settings.root / "workers" / f"{name}.sock"
+    return _own(settings, name, ["workers.worker", *arguments], socket=socket, after=after)
 
 
 def _engine(settings: Settings, cell: str) -> ProcessSpec:
@@ -167,16 +156,4 @@ def _engine(settings: Settings, cell: str) -> ProcessSpec:
         command,
         lambda: engine_environment(scratch),
         http=f"http://{settings.host}:{port}/ready",
-    )
-
-
-def _replica(settings: Settings, cell: str, after: tuple[str, ...]) -> ProcessSpec:
-    command = [sys.executable, "-m", "infra.megatron.server", "--cell", cell]
-    command += ["--policy", str(settings.policy.absolute())]
-    return ProcessSpec(
-        f"{cell}-replica",
-        lambda: command,
-        lambda: child_environment(settings),
-        socket=settings.replica_socket(cell),
-        after=after,
     )

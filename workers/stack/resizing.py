@@ -11,9 +11,6 @@ import uuid
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
-from temporalio.api.enums.v1 import TaskQueueType
-from temporalio.api.taskqueue.v1 import TaskQueue
-from temporalio.api.workflowservice.v1 import DescribeTaskQueueRequest
 from temporalio.client import Client
 from temporalio.common import WorkflowIDConflictPolicy
 from temporalio.service import RPCError, RPCStatusCode
@@ -21,6 +18,7 @@ from temporalio.service import RPCError, RPCStatusCode
 from infra.settings import Settings
 from infra.temporal import ANSWER
 from workers.errors import UsageError
+from workers.pollers import pollers
 from workflows import names
 from workflows.cell import Cell, CellState
 from workflows.contracts.results import ResizeRequest
@@ -68,11 +66,5 @@ async def ensure_cell(client: Client, settings: Settings, cell: str) -> None:
 
 
 async def _has_worker(client: Client, cell: str) -> bool:
-    request = DescribeTaskQueueRequest(
-        namespace=client.namespace,
-        task_queue=TaskQueue(name=names.cell_queue(cell)),
-        task_queue_type=TaskQueueType.TASK_QUEUE_TYPE_ACTIVITY,
-    )
-    pollers = (await client.workflow_service.describe_task_queue(request)).pollers
-    now = datetime.now(UTC)
-    return any(now - poller.last_access_time.ToDatetime(UTC) < POLLED for poller in pollers)
+    now, polls = datetime.now(UTC), await pollers(client, names.cell_queue(cell))
+    return any(now - at < POLLED for at in polls.values())

@@ -8,6 +8,7 @@ others stand on last. What it knows is in ``home/stack.json`` for `gyre status`;
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -99,7 +100,7 @@ class Stack:
             code = await child.process.wait()
             ready.cancel()
             child.ready.clear()
-            self._end_group(child)
+            kill_group(child.process.pid)
             failures = 0 if time.monotonic() - child.started > CALM_S else failures + 1
             log.warning("%s ended with code %s; it is started again", child.spec.name, code)
             self._report()
@@ -139,19 +140,15 @@ class Stack:
 
     async def _stop(self, child: Supervised) -> None:
         process = child.process
-        if process is not None and process.returncode is None:
-            process.terminate()
-            try:
-                await asyncio.wait_for(process.wait(), child.spec.stop_s)
-            except TimeoutError:
-                log.warning("%s does not end by itself and is killed", child.spec.name)
-        self._end_group(child)
+        if process is not None:
+            if process.returncode is None:
+                process.terminate()
+                try:
+                    await asyncio.wait_for(process.wait(), child.spec.stop_s)
+                except TimeoutError:
+                    log.warning("%s does not end by itself and is killed", child.spec.name)
+            kill_group(process.pid)
         self._pid_file(child.spec.name).unlink(missing_ok=True)
-
-    @staticmethod
-    def _end_group(child: Supervised) -> None:
-        if child.process is not None:
-            kill_group(child.process.pid)
 
     def _pid_file(self, name: str) -> Path:
         return self._settings.root / "pids" / f"{name}.json"
@@ -177,10 +174,8 @@ class Stack:
 
 def kill_group(pgid: int) -> None:
     """SIGKILL to a process group; gone already is fine."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(pgid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
 
 
 async def is_ready(spec: ProcessSpec) -> bool:
