@@ -20,8 +20,6 @@ from pydantic import ValidationError
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 from temporalio.client import Client, WorkflowHandle, WorkflowUpdateFailedError
-from temporalio.common import WorkflowIDReusePolicy
-from temporalio.exceptions import WorkflowAlreadyStartedError
 from temporalio.service import RPCError, RPCStatusCode
 
 from infra.settings import Settings
@@ -35,7 +33,7 @@ from workers.simulate.command import simulate
 from workers.why.command import why
 from workflows import names
 from workflows.contracts.results import PauseRequest, SubmitStep
-from workflows.run import Run, RunState
+from workflows.run import Run
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help="Train coding agents, durably.")
 submit = typer.Typer(no_args_is_help=True, help="Submit a run, or a step of a run.")
@@ -176,26 +174,17 @@ async def submit_run(
     follow: Annotated[bool, typer.Option("--watch", help="Show progress until the run has ended.")] = False,
 ) -> None:
     """Start a run from a configuration file."""
+    from workers import progress
     from workers.configuration import check, read_config
-    from workers.progress import watch as follow_run
 
     read = read_config(config)
     async with connected() as (settings, client, redis):
         check(read, settings)
-        try:
-            await client.start_workflow(
-                Run.run,
-                RunState(config=read, pool=settings.pool),
-                id=names.run_id(read.name),
-                task_queue=names.CONTROL_QUEUE,
-                id_reuse_policy=WorkflowIDReusePolicy.REJECT_DUPLICATE,
-                static_summary=f"run {read.name}: {read.steps} updates of {read.tasks_per_step} × {read.group_size}",
-            )
-        except WorkflowAlreadyStartedError:
-            raise UsageError(f"there is a run {read.name!r} already: give this one another name") from None
+        summary = f"run {read.name}: {read.steps} updates of {read.tasks_per_step} × {read.group_size}"
+        await progress.start_run(client, settings, read, summary)
         console.print(f"run {read.name} is submitted: gyre watch {read.name}")
         if follow:
-            await follow_run(client, redis, settings, read.name, console=console)
+            await progress.watch(client, redis, settings, read.name, console=console)
 
 
 @submit.command("step")

@@ -26,9 +26,7 @@ def as_json() -> dict[str, Any]:
     return {
         dialect.NAME: {
             "paths": list(dialect.PATHS),
-            "fields": {
-                name: {"treatment": field.treatment, "note": field.note} for name, field in dialect.FIELDS.items()
-            },
+            "fields": {name: {"treatment": f.treatment, "note": f.note} for name, f in dialect.FIELDS.items()},
         }
         for dialect in DIALECTS
     }

@@ -1,6 +1,6 @@
-"""`gyre watch`: a run's live progress, from the workflows' own queries and the counts in Redis.
+"""A run is started, and `gyre watch` shows its live progress, from the workflows' own queries and the counts in Redis.
 
-Reads only. A line per step that has ended, and one live line: step, watermark, the cells' roles, the pass rate.
+A line per step that has ended, and one live line: step, watermark, the cells' roles, the pass rate.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from redis.asyncio import Redis
 from rich.console import Console
 from rich.status import Status
 from temporalio.client import Client, WorkflowExecutionStatus
+from temporalio.common import WorkflowIDReusePolicy
+from temporalio.exceptions import WorkflowAlreadyStartedError
 from temporalio.service import RPCError, RPCStatusCode
 
 from infra.settings import Settings
@@ -21,8 +23,9 @@ from infra.state import demand
 from infra.temporal import ANSWER
 from workers.errors import UsageError
 from workflows import names
+from workflows.contracts.configuration import RunConfig
 from workflows.contracts.results import RunStatus, StepResult
-from workflows.run import Run
+from workflows.run import Run, RunState
 from workflows.scheduler import Scheduler, SchedulerState
 
 
@@ -34,6 +37,21 @@ class View:
     """Open step -> queued and running episodes."""
     ended: bool
     status: str
+
+
+async def start_run(client: Client, settings: Settings, config: RunConfig, summary: str) -> None:
+    """Raises UsageError when there is a run of that name, ended or not."""
+    try:
+        await client.start_workflow(
+            Run.run,
+            RunState(config=config, pool=settings.pool),
+            id=names.run_id(config.name),
+            task_queue=names.CONTROL_QUEUE,
+            id_reuse_policy=WorkflowIDReusePolicy.REJECT_DUPLICATE,
+            static_summary=summary,
+        )
+    except WorkflowAlreadyStartedError:
+        raise UsageError(f"there is a run {config.name!r} already: give this one another name") from None
 
 
 async def look(client: Client, redis: Redis, settings: Settings, run: str) -> View:
@@ -66,14 +84,12 @@ def live_line(view: View) -> str:
 def roles(scheduler: SchedulerState | None) -> dict[str, str]:
     if scheduler is None:
         return {}
-    found: dict[str, str] = {}
+    told: dict[str, str] = {}
     for cell in scheduler.cells:
         desired = scheduler.desired.get(cell)
         role = desired.role if desired is not None else "idle"
-        found[cell] = "core" if desired is not None and desired.core and role == "train" else role
-        if cell in scheduler.lost:
-            found[cell] = "lost"
-    return found
+        told[cell] = "core" if desired is not None and desired.core and role == "train" else role
+    return told | dict.fromkeys(told.keys() & scheduler.lost, "lost")
 
 
 def step_line(result: StepResult) -> str:

@@ -14,17 +14,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
-from temporalio.common import WorkflowIDReusePolicy
 
 from infra.settings import Settings
 from infra.state.redis import redis_client
 from infra.temporal import connect
 from workers.chart import draw_curve
 from workers.errors import UsageError
-from workers.progress import watch
+from workers.progress import start_run, watch
 from workers.stack.local import down, up
 from workers.stack.memory import PeakMemory
-from workflows import names
 from workflows.contracts.configuration import (
     BudgetConfig,
     EvaluationConfig,
@@ -34,7 +32,6 @@ from workflows.contracts.configuration import (
     TaskSets,
     TrajectoryConfig,
 )
-from workflows.run import Run, RunState
 
 CACHE = Path(".cache")
 HELDOUT_TASKS = 200
@@ -121,21 +118,11 @@ async def _train(
     name = f"quickstart-{seed}-{int(time.time())}"
     config = quickstart_config(name, policy, tasks, seed=seed, steps=steps, staleness=staleness)
     client = await connect(settings)
-    redis = redis_client(settings.redis)
     console.print(f"run {name}; Temporal UI: {settings.temporal_ui}")
     memory = PeakMemory(settings)
-    try:
-        await client.start_workflow(
-            Run.run,
-            RunState(config=config, pool=settings.pool),
-            id=names.run_id(name),
-            task_queue=names.CONTROL_QUEUE,
-            id_reuse_policy=WorkflowIDReusePolicy.REJECT_DUPLICATE,
-            static_summary=f"quickstart, seed {seed}",
-        )
+    async with redis_client(settings.redis) as redis:
+        await start_run(client, settings, config, f"quickstart, seed {seed}")
         view = await watch(client, redis, settings, name, console=console, on_look=lambda _: memory.look())
-    finally:
-        await redis.aclose()
     if view.status != "COMPLETED":
         raise UsageError(f"run {name} ended as {view.status}: {settings.temporal_ui} has its history")
     picture = settings.root / "runs" / name / "pass_rate.png"

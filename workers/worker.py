@@ -121,20 +121,19 @@ async def serve(settings: Settings, role: str, cell: str) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    redis = redis_client(settings.redis)
     metrics = settings.metrics_address if role == "control" else ""  # it alone knows a step's gauges
-    services = Services(settings, await connect(settings, metrics), redis)
-    adopted: asyncio.Task[None] | None = None
-    if role == "harness":
-        from activities.episodes.adoption import adopt, find_orphans
+    async with redis_client(settings.redis) as redis:
+        services = Services(settings, await connect(settings, metrics), redis)
+        adopted: list[asyncio.Task[None]] = []
+        if role == "harness":
+            from activities.episodes.adoption import adopt, find_orphans
 
-        adopted = asyncio.create_task(adopt(services, find_orphans(settings)))
-    async with build_worker(services, role, cell), ready_socket(settings, f"{cell}-worker" if cell else role):
-        await stop.wait()
-    if adopted is not None:
-        adopted.cancel()
-        await asyncio.gather(adopted, return_exceptions=True)
-    await redis.aclose()
+            adopted = [asyncio.create_task(adopt(services, find_orphans(settings)))]
+        async with build_worker(services, role, cell), ready_socket(settings, f"{cell}-worker" if cell else role):
+            await stop.wait()
+        for task in adopted:
+            task.cancel()
+        await asyncio.gather(*adopted, return_exceptions=True)
 
 
 def main() -> None:

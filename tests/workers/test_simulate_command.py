@@ -13,10 +13,9 @@ from infra.state.blobs import BlobStore
 from workers.cli import app
 from workers.errors import UsageError
 from workers.simulate.compare import batchwise, best_split, compare, priced
-from workers.simulate.export import export_trace
 from workers.simulate.fitting import Extent, Hypothesis, fits, hours
 from workers.simulate.tables import lines_of
-from workers.simulate.trace import TracedEpisode, read_trace, steps_of, works_of
+from workers.simulate.trace import TracedEpisode, export_trace, read_trace, steps_of, works_of
 from workers.simulate.workloads import PUBLISHED, PUBLISHED_HOURS, WORKLOADS, Range, explanation
 from workflows.contracts.configuration import SchedulerConfig
 from workflows.simulation.simulator import Simulation

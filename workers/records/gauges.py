@@ -72,29 +72,27 @@ def print_step(result: StepResult, gauges: Gauges, console: Console) -> None:
     for name, meaning in MEANING.items():
         if name in result.gauges:
             numbers.add_row(name, _number(result.gauges[name]), f"[dim]{escape(meaning)}[/]")
-    console.print(numbers)
     kinds = Table("sampled tokens", "total", "trained", "left out", "no gradient", box=None)
     for kind, total in gauges.sampled.items():
         parts = (gauges.trained, gauges.left_out, gauges.without_gradient)
         kinds.add_row(kind, str(total), *(f"{part.get(kind, 0) / total:.1%}" for part in parts))
-    console.print(kinds)
     lengths = Table("episodes of at least", "episodes", "excluded", box=None)
     for least, counts in sorted(gauges.lengths.items(), key=lambda item: int(item[0])):
         share = counts["excluded"] / counts["episodes"]
         lengths.add_row(f"{least} sampled tokens", str(counts["episodes"]), f"{counts['excluded']} ({share:.1%})")
-    console.print(lengths)
     signs = Table("advantage", "calls", "with malformed tool calls", "malformed tool calls", box=None)
     for sign, counts in gauges.malformed.items():
         signs.add_row(sign, *(str(counts[name]) for name in ("calls", "malformed_calls", "malformed_spans")))
-    console.print(signs)
-    console.print(f"excluded: {_counts(gauges.excluded)}; groups without gradient: ", end="")
-    console.print(f"{_counts(gauges.groups_without_gradient)} of {gauges.groups}")
-    console.print(f"trained tokens by staleness: {_counts(gauges.trained_by_lag)}; duplicates: {gauges.duplicates}")
     tasks = Table("task (lowest mean reward first)", "episodes", "reward", box=None)
     rewards = gauges.rewards.items()
     graded = [(sums["reward"] / sums["episodes"], sums["episodes"], task) for task, sums in rewards if sums["episodes"]]
     for reward, episodes, task in sorted(graded)[:TASKS]:
         tasks.add_row(escape(task), f"{episodes:g}", f"{reward:.3f}")
+    for table in (numbers, kinds, lengths, signs):
+        console.print(table)
+    without = f"groups without gradient: {_counts(gauges.groups_without_gradient)} of {gauges.groups}"
+    console.print(f"excluded: {_counts(gauges.excluded)}; {without}")
+    console.print(f"trained tokens by staleness: {_counts(gauges.trained_by_lag)}; duplicates: {gauges.duplicates}")
     console.print(tasks)
 
 

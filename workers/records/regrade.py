@@ -79,23 +79,23 @@ async def regrade(
     is selected, a task isn't what it was, or, after all others were graded, when a workspace is missing.
     """
     blobs = BlobStore(settings.blobs)
-    if outcome and outcome not in {one.value for one in Outcome}:
-        raise UsageError(f"there is no outcome {outcome!r}: {', '.join(one.value for one in Outcome)}")
+    if outcome and outcome not in list(Outcome):
+        raise UsageError(f"there is no outcome {outcome!r}: {', '.join(Outcome)}")
     seals = sealed_episodes(blobs, run, step, outcome)
     if episode:
         seals = [seal for seal in seals if episode in (seal["episode"], seal["exit"]["records"])]
-    found = [seal for seal in seals if seal["exit"]["workspace_ref"]]
-    if not found:
+    selected = [seal for seal in seals if seal["exit"]["workspace_ref"]]
+    if not selected:
         which = f"episode {episode}" if episode else f"run {run!r}" + (f" step {step}" if step is not None else "")
         left = "the selected episodes left no workspace" if seals else "no episode is selected"
         raise UsageError(f"{which}: {left}; `gyre episodes {run}` lists them with their outcomes")
-    tasks = {str(seal["task"]): _task(str(seal["task"])) for seal in found}
-    for seal in found:
+    tasks = {str(seal["task"]): _task(str(seal["task"])) for seal in selected}
+    for seal in selected:
         _same_task(seal, tasks[seal["task"]])
 
     slots, sandbox, missing = asyncio.Semaphore(AT_ONCE), Bubblewrap(), list[str]()
 
-    async def one(seal: dict[str, Any]) -> LaterVerdict | None:
+    async def grade(seal: dict[str, Any]) -> LaterVerdict | None:
         async with slots:
             try:
                 workspace = await asyncio.to_thread(blobs.get, seal["exit"]["workspace_ref"])
@@ -108,7 +108,7 @@ async def regrade(
         on_verdict(seal, verdict)
         return verdict
 
-    verdicts = await asyncio.gather(*(one(seal) for seal in found))
+    verdicts = await asyncio.gather(*(grade(seal) for seal in selected))
     if missing:
         raise UsageError(f"the preserved workspace is missing or damaged of {', '.join(sorted(missing))}")
     return [verdict for verdict in verdicts if verdict is not None]
@@ -117,11 +117,11 @@ async def regrade(
 def later_verdicts(blobs: BlobStore, run: str, step: int | None) -> dict[str, list[dict[str, Any]]]:
     """Every verdict that was given later, oldest first, by the name of the episode's call records."""
     prefix = f"verdicts/{run}" + (f"/{step:06d}" if step is not None else "")
-    found: dict[str, list[dict[str, Any]]] = {}
+    verdicts: dict[str, list[dict[str, Any]]] = {}
     for name in blobs.names(prefix):
         verdict = orjson.loads(blobs.get_named(name))
-        found.setdefault(verdict["records"], []).append(verdict)
-    return found
+        verdicts.setdefault(verdict["records"], []).append(verdict)
+    return verdicts
 
 
 def verdict_line(verdict: dict[str, Any]) -> str:

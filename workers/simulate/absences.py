@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from pydantic import ValidationError
+
 from workers.errors import UsageError
 from workflows.simulation.workload import Absence, PoolModel
 
@@ -18,43 +20,42 @@ def with_absences(pool: PoolModel, lose: Sequence[str], resize: Sequence[str]) -
     most = max(size for _, size in sizes)
     absences = [absence for cell in range(most) for absence in _outside(cell, sizes)]
     for words in lose:
-        cell, at, seconds = _loss(words)
-        if cell >= most:
+        absence = _loss(words)
+        if absence.cell >= most:
             raise UsageError(f"--lose {words}: there are cells 0 to {most - 1}")
-        absences.append(Absence(cell=cell, at_s=at, for_s=seconds))
+        absences.append(absence)
     return pool.model_copy(update={"cells": most, "absences": absences})
 
 
 def _outside(cell: int, sizes: Sequence[tuple[float, int]]) -> list[Absence]:
     """When the pool is too small to have the cell."""
-    found, since = [], None
-    for at, size in sizes:
+    absences, since = [], None
+    for at, size in [*sizes, (math.inf, cell + 1)]:
         if cell >= size and since is None:
             since = at
         elif cell < size and since is not None:
-            found.append(Absence(cell=cell, at_s=since, for_s=at - since, asked=True))
+            absences.append(Absence(cell=cell, at_s=since, for_s=at - since, asked=True))
             since = None
-    return found if since is None else [*found, Absence(cell=cell, at_s=since, asked=True)]
+    return absences
 
 
 def _size(words: str) -> tuple[float, int]:
-    size, _, at = words.partition("@")
+    cells, _, at_s = words.partition("@")
     try:
-        found = (float(at), int(size))
+        at, size = float(at_s), int(cells)
     except ValueError:
         raise UsageError(f"--resize {words}: write CELLS@SECONDS, as 5@3600") from None
-    if found[0] <= 0 or found[1] < 1:
+    if at <= 0 or size < 1:
         raise UsageError(f"--resize {words}: at least one cell, at a time after the start")
-    return found
+    return at, size
 
 
-def _loss(words: str) -> tuple[int, float, float]:
+def _loss(words: str) -> Absence:
     cell, _, when = words.partition("@")
     at, _, seconds = when.partition(":")
     try:
-        found = (int(cell), float(at), float(seconds) if seconds else math.inf)
+        return Absence(cell=int(cell), at_s=float(at), for_s=float(seconds or "inf"))
+    except ValidationError:
+        raise UsageError(f"--lose {words}: cells and seconds are not negative") from None
     except ValueError:
         raise UsageError(f"--lose {words}: write CELL@SECONDS or CELL@SECONDS:SECONDS, as 1@600:120") from None
-    if found[0] < 0 or found[1] < 0 or found[2] <= 0:
-        raise UsageError(f"--lose {words}: cells and seconds are not negative")
-    return found

@@ -20,8 +20,7 @@ from infra.state.blobs import BlobStore
 from tests.bench.elastic.history import Costs
 from trajectory.records import decode_chain
 from workers.records.episodes import sealed_episodes
-from workers.simulate.export import export_trace
-from workers.simulate.trace import TracedEpisode, read_trace, steps_of
+from workers.simulate.trace import TracedEpisode, export_trace, read_trace, steps_of
 from workflows.contracts.configuration import SchedulerConfig
 from workflows.simulation.simulator import Simulation
 from workflows.simulation.workload import PoolModel
