@@ -151,16 +151,16 @@ async def doctor(
         return
     from workers.stack.doctor import examine
 
-    findings = await examine(Settings())
+    diagnoses = await examine(Settings())
     if as_json:
-        show([finding.model_dump() for finding in findings])
+        show([diagnosis.model_dump() for diagnosis in diagnoses])
     else:
-        for finding in findings:
-            mark = "[green]ok  [/]" if finding.ok else "[red]fault[/]"
-            console.print(f"{mark} {finding.part:<16} {finding.detail}")
-            if not finding.ok and finding.mend:
-                console.print(f"      mend: {finding.mend}")
-    if not all(finding.ok for finding in findings):
+        for diagnosis in diagnoses:
+            mark = "[green]ok  [/]" if diagnosis.ok else "[red]fault[/]"
+            console.print(f"{mark} {diagnosis.part:<16} {diagnosis.detail}")
+            if not diagnosis.ok and diagnosis.mend:
+                console.print(f"      mend: {diagnosis.mend}")
+    if not all(diagnosis.ok for diagnosis in diagnoses):
         raise typer.Exit(1)
 
 

@@ -20,7 +20,7 @@ from infra.kv_store.commands import master_command, segment_command
 from infra.kv_store.pages import cache_salt, object_name, page_digests, root_digest
 from infra.settings import Settings
 from tests.bench.cells import free_pair
-from workers.stack.doctor import Finding, examine
+from workers.stack.doctor import Diagnosis, examine
 
 pytestmark = pytest.mark.stack
 
@@ -169,7 +169,7 @@ def test_an_object_that_fits_into_no_buffer_is_a_fault_of_use(store: Store) -> N
 async def test_the_doctor_says_whether_an_external_store_answers(store: Store, tmp_path: Path) -> None:
     settings = Settings(home=tmp_path, kv_store_address=store.address.master)
 
-    async def seen() -> Finding:
+    async def seen() -> Diagnosis:
         (finding,) = [finding for finding in await examine(settings) if finding.part == "kv store"]
         return finding
 

@@ -7,12 +7,12 @@ from typing import Any, Final
 COLUMNS: Final = "{:<26}{:>10}{:>10}{:>13}{:>13}{:>16}{:>15}{:>16}"
 
 
-def lines_of(found: dict[str, Any]) -> list[str]:
+def lines_of(comparison: dict[str, Any]) -> list[str]:
     """A comparison (`Comparison.as_json`) as a table."""
-    head = f"max_staleness {found['max_staleness']}, {found['steps']} steps, {found['cells']} cells"
-    batchwise = {f"{name}, batchwise": row for name, row in found["batchwise"].items()}
-    rows = {**batchwise, **found["policies"], "clairvoyant": found["clairvoyant"]}
-    idle = "idle_gpu_hours" if "idle_gpu_hours" in found["clairvoyant"] else "idle_cell_hours"
+    head = f"max_staleness {comparison['max_staleness']}, {comparison['steps']} steps, {comparison['cells']} cells"
+    batchwise = {f"{name}, batchwise": row for name, row in comparison["batchwise"].items()}
+    rows = {**batchwise, **comparison["policies"], "clairvoyant": comparison["clairvoyant"]}
+    idle = "idle_gpu_hours" if "idle_gpu_hours" in comparison["clairvoyant"] else "idle_cell_hours"
     names = ("policy", "s / step", "vs async", "vs colocate", "utilisation", idle.replace("_", " "))
     lines = [COLUMNS.format(*names, "switches/step", "of clairvoyant")]
     for name, row in rows.items():
@@ -25,13 +25,13 @@ def lines_of(found: dict[str, Any]) -> list[str]:
                 f"{row['utilisation']:.1%}",
                 f"{row[idle]:.1f}",
                 f"{row['switches_per_step']:.1f}",
-                f"{found['clairvoyant']['step_s'] / row['step_s']:.1%}",
+                f"{comparison['clairvoyant']['step_s'] / row['step_s']:.1%}",
             )
         )
-    bound = found["lower_bound"]
-    reached = found["clairvoyant"]["step_s"] / bound["step_s"]
+    bound = comparison["lower_bound"]
+    reached = comparison["clairvoyant"]["step_s"] / bound["step_s"]
     lines.append(COLUMNS.format("lower bound", f"{bound['step_s']:.1f}", "", "", "", "", "", f"{reached:.1%}"))
-    if found["at_most"]:
-        most = ", ".join(f"{value:.2f}× {name}" for name, value in found["at_most"].items())
+    if comparison["at_most"]:
+        most = ", ".join(f"{value:.2f}× {name}" for name, value in comparison["at_most"].items())
         lines.append(f"no schedule of this work is faster than {most}")
     return [head, *(f"  {line}" for line in lines)]

@@ -29,30 +29,30 @@ from workflows import names
 PINNED = {"sglang": "0.5.23", "megatron-core": "0.16.1", "mooncake-transfer-engine-non-cuda": "0.3.13.post1"}
 
 
-class Finding(BaseModel):
+class Diagnosis(BaseModel):
     part: str
     ok: bool
     detail: str
     mend: str = ""
 
 
-Diagnosis = tuple[bool, str, str]
+Symptoms = tuple[bool, str, str]
 """Whether the part is well, what was seen, and how to mend it."""
 
 
-async def examine(settings: Settings) -> list[Finding]:
+async def examine(settings: Settings) -> list[Diagnosis]:
     """Every check, in the order of the stack. A check that fails by accident is itself a finding."""
-    findings = []
+    diagnoses = []
     for part, check in CHECKS.items():
         try:
             ok, detail, mend = await asyncio.wait_for(check(settings), 60)
         except Exception as error:
             ok, detail, mend = False, f"{type(error).__name__}: {error}", "see the error"
-        findings.append(Finding(part=part, ok=ok, detail=detail, mend=mend))
-    return findings
+        diagnoses.append(Diagnosis(part=part, ok=ok, detail=detail, mend=mend))
+    return diagnoses
 
 
-async def _packages(settings: Settings) -> Diagnosis:
+async def _packages(settings: Settings) -> Symptoms:
     wrong = []
     for package, version in PINNED.items():
         try:
@@ -66,12 +66,12 @@ async def _packages(settings: Settings) -> Diagnosis:
     return not wrong, detail, "make install" if wrong else ""
 
 
-async def _parts(settings: Settings) -> Diagnosis:
+async def _parts(settings: Settings) -> Symptoms:
     missing = missing_parts(settings)
     return not missing, "; ".join(missing) or "all there", "as it says"
 
 
-async def _mooncake(settings: Settings) -> Diagnosis:
+async def _mooncake(settings: Settings) -> Symptoms:
     code = "from mooncake.engine import TransferEngine; e = TransferEngine(); import sys; "
     code += "sys.exit(e.initialize('127.0.0.1', 'P2PHANDSHAKE', 'tcp', ''))"
     done = await _run([sys.executable, "-c", code], 50)
@@ -81,7 +81,7 @@ async def _mooncake(settings: Settings) -> Diagnosis:
     return not done.returncode, detail, "apt-get install libibverbs1 libnuma1 libcurl4"
 
 
-async def _sandbox(settings: Settings) -> Diagnosis:
+async def _sandbox(settings: Settings) -> Symptoms:
     done = await _run(["bwrap", "--unshare-all", "--ro-bind", "/", "/", "--die-with-parent", "/bin/true"], 20)
     detail = done.stderr.strip() or "bubblewrap starts without privileges"
     return not done.returncode, detail, "allow unprivileged user namespaces (kernel.unprivileged_userns_clone=1)"
@@ -93,7 +93,7 @@ async def _run(command: list[str], within_s: float) -> subprocess.CompletedProce
     )
 
 
-async def _temporal(settings: Settings) -> Diagnosis:
+async def _temporal(settings: Settings) -> Symptoms:
     try:
         client = await connect(settings)
     except TemporalUnreachable as error:
@@ -102,7 +102,7 @@ async def _temporal(settings: Settings) -> Diagnosis:
     return True, f"{settings.temporal} answers; scheduler is {status.name if status else 'unknown'}", ""
 
 
-async def _redis(settings: Settings) -> Diagnosis:
+async def _redis(settings: Settings) -> Symptoms:
     try:
         async with redis_client(settings.redis) as redis:
             info = await redis.info("persistence")
@@ -116,7 +116,7 @@ async def _redis(settings: Settings) -> Diagnosis:
     return not faults, "; ".join(faults) or f"{settings.redis}, AOF on", mend
 
 
-async def _blobs(settings: Settings) -> Diagnosis:
+async def _blobs(settings: Settings) -> Symptoms:
     store = BlobStore(settings.blobs)
     ref = store.put(b"gyre doctor")
     free = shutil.disk_usage(settings.root).free / 2**30 if Path(settings.blobs).exists() else 0
@@ -124,7 +124,7 @@ async def _blobs(settings: Settings) -> Diagnosis:
     return store.get(ref) == b"gyre doctor", detail, "set GYRE_BLOB_URL"
 
 
-async def _kv_store(settings: Settings) -> Diagnosis:
+async def _kv_store(settings: Settings) -> Symptoms:
     store = settings.kv_store
     if store is None:
         return True, "none: a call that moves has its prefix computed again", ""
@@ -139,7 +139,7 @@ async def _kv_store(settings: Settings) -> Diagnosis:
     return True, f"{store.master} answers", ""
 
 
-async def _processes(settings: Settings) -> Diagnosis:
+async def _processes(settings: Settings) -> Symptoms:
     state = read_state(settings)
     if state is None:
         return False, "the local stack is not running", "gyre up"
@@ -150,14 +150,14 @@ async def _processes(settings: Settings) -> Diagnosis:
     return not silent, detail, f"see {settings.logs}" if silent else ""
 
 
-async def _routes(settings: Settings) -> Diagnosis:
+async def _routes(settings: Settings) -> Symptoms:
     async with redis_client(settings.redis) as redis:
         routes = await all_routes(redis)
     detail = ", ".join(f"{cell}: {'open' if r.open else 'closed'} v{r.version}" for cell, r in routes.items())
     return True, detail or "no cell has served yet", ""
 
 
-async def _listeners(settings: Settings) -> Diagnosis:
+async def _listeners(settings: Settings) -> Symptoms:
     """Addresses on which processes of the stack listen beyond loopback."""
     state = read_state(settings)
     if state is None:
@@ -175,7 +175,7 @@ async def _listeners(settings: Settings) -> Diagnosis:
     return not unexpected, detail or "loopback only", "a firewall, or a network namespace" if wide else ""
 
 
-CHECKS: dict[str, Callable[[Settings], Awaitable[Diagnosis]]] = {
+CHECKS: dict[str, Callable[[Settings], Awaitable[Symptoms]]] = {
     "python packages": _packages,
     "system parts": _parts,
     "mooncake": _mooncake,

@@ -44,27 +44,27 @@ async def collect(settings: Settings) -> dict[str, Any]:
 
 
 async def list_runs(client: Client) -> list[dict[str, str]]:
-    found = []
+    runs = []
     async for execution in client.list_workflows("WorkflowType='gyre.Run'"):
         status = execution.status or WorkflowExecutionStatus.RUNNING
         if status is WorkflowExecutionStatus.CONTINUED_AS_NEW:
             continue
         started = execution.start_time.isoformat(timespec="seconds")
-        found.append({"run": execution.id.removeprefix("gyre/"), "status": status.name, "started": started})
-    return found
+        runs.append({"run": execution.id.removeprefix("gyre/"), "status": status.name, "started": started})
+    return runs
 
 
-def print_status(found: dict[str, Any], console: Console) -> None:
+def print_status(status: dict[str, Any], console: Console) -> None:
     processes = Table("process", "pid", "ready", "restarts", box=None)
-    for name, process in found["processes"].items():
+    for name, process in status["processes"].items():
         processes.add_row(name, str(process["pid"]), "yes" if process["ready"] else "no", str(process["restarts"]))
     console.print(processes)
-    console.print(f"Temporal {found['temporal']}, UI {found['temporal_ui']}")
-    cells = " ".join(f"{cell}={role}" for cell, role in found["cells"].items())
-    leased = found["leased_to"] or "nobody"
-    console.print(f"pool {found['pool']}: {cells}; version {found['version']}; leased to {leased}")
-    for cell, reason in found["lost"].items():
+    console.print(f"Temporal {status['temporal']}, UI {status['temporal_ui']}")
+    cells = " ".join(f"{cell}={role}" for cell, role in status["cells"].items())
+    leased = status["leased_to"] or "nobody"
+    console.print(f"pool {status['pool']}: {cells}; version {status['version']}; leased to {leased}")
+    for cell, reason in status["lost"].items():
         console.print(f"{cell} is lost: {reason}")
-    console.print(f"last decision: {found['reason']}")
-    for run in found["runs"]:
+    console.print(f"last decision: {status['reason']}")
+    for run in status["runs"]:
         console.print(f"run {run['run']}: {run['status']}, started {run['started']}")

@@ -23,7 +23,7 @@ from workflows.scheduler import SchedulerState
 OF_EPISODES = ("run_episode", "grade_episode")
 
 
-class StepProgress(BaseModel):
+class ReportedProgress(BaseModel):
     """What the step says of itself; the defaults are those of a step that says nothing."""
 
     phase: str = "not known"
@@ -51,7 +51,7 @@ async def step_answer(snapshot: Snapshot, run: str, step: int) -> Answer | None:
         answer.facts = [await snapshot.ended_fact(described), *_result_facts(snapshot, run, step)]
         return answer
     answer.data = await snapshot.ask(answer, workflow, "progress", dict[str, Any], "progress") or {}
-    progress = StepProgress.model_validate(answer.data)
+    progress = ReportedProgress.model_validate(answer.data)
     groups = await asyncio.gather(*(snapshot.temporal.describe(group) for group in described.children))
     running = [group for group in groups if group is not None and group.running]
     await snapshot.learn_queues(described, *running)
@@ -114,14 +114,14 @@ def _what(step: str, pending: Pending) -> str:
     return step
 
 
-def _fact(progress: StepProgress) -> str:
+def _fact(progress: ReportedProgress) -> str:
     kind = f"trains version {progress.version}" if progress.train else f"evaluates version {progress.version}"
     micro_steps = f", {progress.micro_steps} micro-steps so far" if progress.train else ""
     groups = f"{progress.groups_done} of {progress.groups} groups done"
     return f"{kind}, {progress.phase}; {groups}{micro_steps}" + ("; paused" if progress.paused else "")
 
 
-def _unstarted(what: str, described: Described, progress: StepProgress) -> list[Wait]:
+def _unstarted(what: str, described: Described, progress: ReportedProgress) -> list[Wait]:
     """Groups that have not been started."""
     left = progress.groups - progress.groups_done - len(described.children)
     if left <= 0 or described.of("await_turn") or described.of("open_step"):
@@ -134,7 +134,7 @@ def _unstarted(what: str, described: Described, progress: StepProgress) -> list[
     return [Wait(f"{left} groups of {what}, {left * progress.group_size} episodes", described.id, reason, ends=ends)]
 
 
-def training_waits(snapshot: Snapshot, what: str, workflow: str, progress: StepProgress) -> list[Wait]:
+def training_waits(snapshot: Snapshot, what: str, workflow: str, progress: ReportedProgress) -> list[Wait]:
     """What the step's training waits for, besides the claims that run."""
     state, claimed = snapshot.scheduler, progress.claimed
     if state is not None and progress.version > state.version and not claimed:

@@ -81,38 +81,35 @@ class Clairvoyant:
 
     def starts(self, step: SimulatedStep) -> list[int]:
         if self.whole_groups:
-            order = admission_order([sum(one.work_s for one in group.episodes) for group in step.groups])
+            order = admission_order([sum(episode.work_s for episode in group.episodes) for group in step.groups])
             return [group for group in order for _ in step.groups[group].episodes]
-        longest = [(-one.work_s, number) for number, group in enumerate(step.groups) for one in group.episodes]
+        longest = [(-episode.work_s, number) for number, group in enumerate(step.groups) for episode in group.episodes]
         return [number for _, number in sorted(longest)]
 
     def outlook(self, step: SimulatedStep) -> Outlook:
-        speed = step.speed or 1.0
-        ends: dict[int, float] = {}
-        work = 0.0
+        limit, speed, places = self.pool.limit_s, step.speed or 1.0, max(1, step.placed)
         tokens = {group: step.tokens_of[group] for group, left in enumerate(step.left) if left}
-        for one in step.alive.values():
-            left = max(
-                0.0,
-                min(one.work_at + one.work_s - step.work, (self.pool.limit_s - step.active + one.active_at) * speed),
-            )
+        ends = dict.fromkeys(tokens, 0.0)
+        work = 0.0
+        for running in step.alive.values():
+            of_work = running.work_at + running.work_s - step.work
+            left = max(0.0, min(of_work, (limit - step.active + running.active_at) * speed))
             work += left
-            ends[one.group] = max(ends.get(one.group, 0.0), left / speed)
-            tokens[one.group] += int(min(one.work_s, step.work - one.work_at + left) * one.tokens_per_s)
-        places = max(1, step.placed)
-        # Those that are starting up have a place; the others wait for one.
-        coming = [(group, number, 0) for group, number in step.starting]
+            ends[running.group] = max(ends[running.group], left / speed)
+            done = step.work - running.work_at
+            tokens[running.group] += int(min(running.work_s, done + left) * running.tokens_per_s)
         queued = [
             (group, number)
             for group, of in enumerate(step.groups)
             for number in range(step.started[group], len(of.episodes))
         ]
-        coming += [(*one, position) for position, one in enumerate(queued)]
-        for group, number, position in coming:
+        # Those that are starting up have a place; the others wait for one.
+        coming = [(at, 0) for at in step.starting] + [(at, position) for position, at in enumerate(queued)]
+        for (group, number), position in coming:
             episode = step.groups[group].episodes[number]
-            left = min(episode.work_s, self.pool.limit_s * speed)
+            left = min(episode.work_s, limit * speed)
             work += left
-            ends[group] = max(ends.get(group, 0.0), left / speed * (1 + position / places))
+            ends[group] = max(ends[group], left / speed * (1 + position / places))
             tokens[group] += int(left * episode.tokens_per_s)
         due = sorted((ends[group], tokens[group]) for group in ends)
         return Outlook(tail_s=max(ends.values(), default=0.0), rollout_s=work / self.pool.capacity, due=due)

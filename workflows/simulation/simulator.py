@@ -211,28 +211,23 @@ class Simulation:
                 self._mark(index, "train", step.number)
                 seconds = tokens / self.pool.train_tokens_per_s + self.pool.claim_overhead_s
                 self.result.train_s += seconds
-                self._after(seconds, self._claimed(step, trainer.ready.incarnation, index, tokens, seconds))
+                self._after(seconds, partial(self._claimed, step, trainer.ready.incarnation, index, tokens, seconds))
         if step.complete and not step.finishing:
             step.finishing = True
             used = sum(bool(trainer.summed) for trainer in ledger.trainers.values() if trainer is not ledger.core)
             self._after(self.pool.update_s + used * self.pool.gather_s, partial(self._updated, step, step.updates))
 
-    def _claimed(
-        self, step: SimulatedStep, incarnation: str, index: int, tokens: int, seconds: float
-    ) -> Callable[[], None]:
-        def done() -> None:
-            if incarnation not in step.ledger.trainers:
-                self.result.redone_tokens += tokens
-                return
-            step.ledger.done(incarnation)
-            step.trained(tokens, seconds)
-            if step.measured_tokens_per_s:
-                self.tokens_per_s = step.measured_tokens_per_s
-            self._mark(index, "wait", step.number)
-            self._claim(step)
-            self._look()
-
-        return done
+    def _claimed(self, step: SimulatedStep, incarnation: str, index: int, tokens: int, seconds: float) -> None:
+        """A claim has been trained, unless its replica was lost meanwhile."""
+        if incarnation not in step.ledger.trainers:
+            self.result.redone_tokens += tokens
+            return
+        step.ledger.done(incarnation)
+        step.trained(tokens, seconds)
+        self.tokens_per_s = step.measured_tokens_per_s or self.tokens_per_s
+        self._mark(index, "wait", step.number)
+        self._claim(step)
+        self._look()
 
     def _updated(self, step: SimulatedStep, update: int) -> None:
         if update != step.updates or step not in self.open:

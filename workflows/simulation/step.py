@@ -19,7 +19,7 @@ from workflows.simulation.workload import PoolModel, SimulatedGroup
 NEVER = (math.inf, 0)
 
 
-class Started(NamedTuple):
+class StartedEpisode(NamedTuple):
     group: int
     work_at: float
     active_at: float
@@ -27,7 +27,7 @@ class Started(NamedTuple):
     work_s: float
 
 
-class Ended(NamedTuple):
+class EndedEpisode(NamedTuple):
     group: int
     active_s: float
     tokens: int
@@ -50,7 +50,7 @@ class SimulatedStep:
         self.work = self.active = 0.0
         self.share = self.speed = 0.0
         """Set by the simulation: share of time in which its episodes have a place, and work per second of each."""
-        self.alive: dict[int, Started] = {}
+        self.alive: dict[int, StartedEpisode] = {}
         self.by_work: list[tuple[float, int]] = []
         self.by_limit: list[tuple[float, int]] = []
         self.serial = 0
@@ -86,7 +86,7 @@ class SimulatedStep:
         episode = self.groups[group].episodes[number]
         self.serial += 1
         self.first_start.setdefault(group, self.active)
-        self.alive[self.serial] = Started(group, self.work, self.active, episode.tokens_per_s, episode.work_s)
+        self.alive[self.serial] = StartedEpisode(group, self.work, self.active, episode.tokens_per_s, episode.work_s)
         heappush(self.by_work, (self.work + episode.work_s, self.serial))
         if self.pool.limit_s < math.inf:
             heappush(self.by_limit, (self.active + self.pool.limit_s, self.serial))
@@ -115,9 +115,9 @@ class SimulatedStep:
             self.work -= seconds * self.speed
             self.active -= seconds * self.share
 
-    def end(self) -> list[Ended]:
+    def end(self) -> list[EndedEpisode]:
         """Take out the episodes that end now: the next one, and those that end with it."""
-        ended: list[Ended] = []
+        ended: list[EndedEpisode] = []
         slack = 1e-9 * (1 + self.work + self.active)
         by_work, by_limit = self._first(self.by_work), self._first(self.by_limit)
         within = slack + max(0.0, min(by_work[0] - self.work, by_limit[0] - self.active))
@@ -125,17 +125,16 @@ class SimulatedStep:
             by_work, by_limit = self._first(self.by_work), self._first(self.by_limit)
             if by_work[0] - self.work > within and by_limit[0] - self.active > within:
                 break
-            serial = by_work[1] if by_work[0] - self.work <= within else by_limit[1]
-            one = self.alive.pop(serial)
+            episode = self.alive.pop(by_work[1] if by_work[0] - self.work <= within else by_limit[1])
             self.running -= 1
             self.unfinished -= 1
-            self.left[one.group] -= 1
-            done = min(one.work_s, max(0.0, self.work - one.work_at))
-            tokens = round(done * one.tokens_per_s)
-            self.tokens_of[one.group] += tokens
-            active_s = self.active - one.active_at
-            self.ended_logs[one.group].append(math.log(max(active_s, 1e-3)))
-            ended.append(Ended(one.group, active_s, tokens))
+            self.left[episode.group] -= 1
+            done = min(episode.work_s, max(0.0, self.work - episode.work_at))
+            tokens = round(done * episode.tokens_per_s)
+            self.tokens_of[episode.group] += tokens
+            active_s = self.active - episode.active_at
+            self.ended_logs[episode.group].append(math.log(max(active_s, 1e-3)))
+            ended.append(EndedEpisode(episode.group, active_s, tokens))
         return ended
 
     # --- training -------------------------------------------------------------------------------------------------
