@@ -126,11 +126,17 @@ def later_verdicts(blobs: BlobStore, run: str, step: int | None) -> dict[str, li
 
 def verdict_line(verdict: dict[str, Any]) -> str:
     reward = "excluded" if verdict["reward"] is None else f"{verdict['reward']:.2f}"
-    name, _, digest = verdict["evaluator"].partition("@sha256:")
+    detail = f", {verdict['detail']}" if verdict["detail"] else ""
     return (
         f"regraded {verdict['at']} by {verdict['by']}: {verdict['outcome']}, reward {reward}, "
-        f"evaluator {name}@{digest[:12]}" + (f", {verdict['detail']}" if verdict["detail"] else "")
+        f"evaluator {short_evaluator(verdict['evaluator'])}{detail}"
     )
+
+
+def short_evaluator(evaluator: str) -> str:
+    """``NAME@sha256:HEX`` with the beginning of its digest."""
+    name, _, digest = evaluator.partition("@sha256:")
+    return f"{name}@{digest[:12]}" if digest else name
 
 
 async def _judge(

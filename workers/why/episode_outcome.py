@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from trajectory.advantage import group_advantage
 from trajectory.records import CallRecord
+from workers.records.regrade import short_evaluator
 from workers.why.wait import Moment
 from workflows.contracts.results import EpisodeResult, Outcome
 
@@ -43,7 +44,7 @@ def reasons(result: EpisodeResult, budget: dict[str, float]) -> list[str]:
     if ended.generation > 1 or ended.restarts:
         times = "once" if len(ended.restarts) == 1 else f"{len(ended.restarts)} times"
         lines.append(f"started again {times}; generation {ended.generation} ended it")
-    evaluator = _short(result.evaluator)
+    evaluator = short_evaluator(result.evaluator)
     if result.reward is not None:
         lines.append(f"reward {result.reward:.3f}, by evaluator {evaluator}")
     elif result.outcome is Outcome.EVALUATOR_FAILED:
@@ -103,11 +104,6 @@ def _of(limit: float | None) -> str:
 
 def _agent(record: CallRecord) -> str:
     return "the main agent" if record.agent == "root" else f"agent {record.agent}"
-
-
-def _short(evaluator: str) -> str:
-    name, _, digest = evaluator.partition("@sha256:")
-    return f"{name}@{digest[:12]}" if digest else name
 
 
 def _end(record: CallRecord) -> datetime:

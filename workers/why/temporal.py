@@ -107,7 +107,6 @@ class Described:
     id: str
     status: str
     """RUNNING, COMPLETED, …"""
-    queue: str
     started: datetime | None
     closed: datetime | None
     activities: tuple[Pending, ...]
@@ -163,7 +162,6 @@ class Temporal:
         return Described(
             id=workflow,
             status=(described.status or WorkflowExecutionStatus.RUNNING).name,
-            queue=described.task_queue,
             started=described.execution_time or described.start_time,
             closed=described.close_time,
             activities=tuple(_pending(workflow, activity) for activity in raw.pending_activities),

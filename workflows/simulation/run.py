@@ -40,10 +40,8 @@ class Simulated:
     """Cell-seconds in which cells were not there."""
     redone_tokens: int = 0
     """Trained, and again because the replica that had summed them was lost."""
-    decisions: int = 0
     reasons: list[tuple[float, str]] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
-    episodes: int = 0
     faults: list[str] = field(default_factory=list)
     """Decisions that left less than the oldest step's running episodes need, or its waiting training to nobody."""
 

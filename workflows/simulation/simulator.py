@@ -178,7 +178,6 @@ class Simulation:
         finished: set[int] = set()
         for ended in step.end():
             self.foresight.observe(step.groups[ended.group].task, ended.active_s, ended.tokens)
-            self.result.episodes += 1
             if not step.left[ended.group]:
                 finished.add(ended.group)
         for group in sorted(finished):
@@ -284,7 +283,6 @@ class Simulation:
     def _decide(self) -> None:
         self.pending_decision, self.looked_at = False, self.now
         decision = decide(self.viewer.view(self.now, self.cells, self.open, self.tokens_per_s))
-        self.result.decisions += 1
         changed = False
         for cell in self.cells:
             if cell.away:
