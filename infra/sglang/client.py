@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,14 +20,21 @@ import aiohttp
 import orjson
 
 from infra.sglang.errors import EngineError, EngineLost, EngineRefused
-from infra.sglang.generation import Assembly, Generation, TokenIds, encode_body, generate_body, wire_id
+from infra.sglang.generation import (
+    Assembly,
+    GenerateRequest,
+    Generation,
+    OnTokens,
+    encode_body,
+    generate_body,
+    wire_id,
+)
 from infra.sglang.weights import Shape, check_weights, pack_weights
 
 if TYPE_CHECKING:
     import torch
 
 PauseMode = Literal["abort", "retract", "in_place"]
-OnTokens = Callable[[list[int], list[float]], None]
 
 CONNECT_S = 5.0
 CONTROL_S = 60.0
@@ -116,51 +123,22 @@ class EngineClient:
 
     # Generation
 
-    async def generate(
-        self,
-        input_ids: TokenIds,
-        *,
-        rid: str,
-        max_new_tokens: int,
-        temperature: float,
-        stop_token_ids: Sequence[int],
-        version: int,
-        weights: str = "",
-        on_tokens: OnTokens | None = None,
-        deadline_s: float,
-    ) -> Generation:
-        """Sample from the engine until a stop token, ``max_new_tokens`` or an abort.
-
-        ``input_ids`` is int[p]. With ``on_tokens`` the answer is streamed: it is called with each batch of (ids,
-        log-probs), and an engine that dies leaves what had arrived in EngineLost. Without it the answer is one message
-        (cheaper; a dead engine leaves nothing). An abort gives the tokens sampled so far either way. ``weights`` is the
-        checksum of the version's weights where it is known: KV is separated by it.
-
-        After ``deadline_s`` seconds the request is aborted and returned as such. Cancelling the caller aborts the
-        request in the background.
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Sample from the engine until a stop token, ``max_new_tokens`` or an abort, which gives the tokens sampled so
+        far. Cancelling the caller aborts the request in the background.
 
         Raises ValueError before anything is sent (see ``generate_body``, and an id already in flight), EngineLost,
         EngineRefused (a prompt beyond the context length, status 400), EngineVersionMismatch.
         """
-        body = generate_body(
-            input_ids,
-            rid=rid,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            stop_token_ids=stop_token_ids,
-            version=version,
-            weights=weights,
-            vocab_size=self.vocab_size,
-            stream=on_tokens is not None,
-        )
+        body, rid = generate_body(request, self.vocab_size), request.rid
         if rid in self._in_flight:
             raise ValueError(f"request {rid} is already in flight")
         over = self._in_flight[rid] = asyncio.Event()
-        got = Assembly(version)
-        timer = asyncio.get_running_loop().call_later(deadline_s, self._spawn_abort, rid)
+        got = Assembly(request.version)
+        timer = asyncio.get_running_loop().call_later(request.deadline_s, self._spawn_abort, rid)
         try:
-            async with asyncio.timeout(deadline_s + ABORT_ANSWER_S):
-                await self._exchange(body, got, on_tokens)
+            async with asyncio.timeout(request.deadline_s + ABORT_ANSWER_S):
+                await self._exchange(body, got, request.on_tokens)
         except asyncio.CancelledError:
             self._spawn_abort(rid)
             raise

@@ -6,7 +6,7 @@ asked for. It knows SGLang's ``/generate`` messages, whole or streamed; it knows
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,8 +21,31 @@ Finish = Literal["stop", "length", "abort"]
 TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
 """Token ids. An ``array("i")`` or a numpy array is sent as it is: a million ids never become Python objects."""
 
+OnTokens = Callable[[list[int], list[float]], None]
+
 RID_END = "$"
 """Ends every request id on the wire: SGLang aborts all requests whose id *starts with* the given one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """What one engine request samples: plain sampling from a prompt, under one weight version."""
+
+    input_ids: TokenIds
+    """int[p]: the prompt."""
+    rid: str
+    max_new_tokens: int
+    temperature: float
+    """0 is greedy."""
+    stop_token_ids: Sequence[int] = ()
+    version: int
+    weights: str = ""
+    """Checksum of the version's weights where it is known: KV is separated by it."""
+    on_tokens: OnTokens | None = None
+    """Gets each batch of (ids, log-probs). With it the answer is streamed, and an engine that dies leaves what had
+    arrived in EngineLost. Without it the answer is one message: cheaper, but a dead engine leaves nothing."""
+    deadline_s: float
+    """After so many seconds the request is aborted, and returned as such."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,46 +74,35 @@ def wire_id(rid: str) -> str:
     return rid + RID_END
 
 
-def generate_body(
-    input_ids: TokenIds,
-    *,
-    rid: str,
-    max_new_tokens: int,
-    temperature: float,
-    stop_token_ids: Sequence[int],
-    version: int,
-    vocab_size: int,
-    stream: bool,
-    weights: str = "",
-) -> dict[str, Any]:
+def generate_body(request: GenerateRequest, vocab_size: int) -> dict[str, Any]:
     """Body of ``/generate``: plain sampling, log-probs of the output, KV separated by weights (``cache_salt``).
 
-    ``input_ids`` is int[p]; the body holds it as a numpy array, which ``encode_body`` writes.
+    It holds the prompt as a numpy array, which ``encode_body`` writes.
 
     Raises ValueError for an empty prompt, an id outside [0, vocab_size) (it would kill the engine), no tokens to
-    sample, or a negative temperature. Temperature 0 is greedy.
+    sample, or a negative temperature.
     """
-    ids = np.ascontiguousarray(input_ids)
+    ids = np.ascontiguousarray(request.input_ids)
     if not ids.size:
         raise ValueError("the prompt is empty")
     if not np.issubdtype(ids.dtype, np.integer) or ids.ndim != 1:
         raise ValueError(f"token ids are a row of integers, not {ids.ndim} dimensions of {ids.dtype}")
     if ids.min() < 0 or ids.max() >= vocab_size:
         raise ValueError(f"token ids [{ids.min()}, {ids.max()}] are not inside the vocabulary of {vocab_size}")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}; at least 1 is needed")
-    if not temperature >= 0:
-        raise ValueError(f"temperature is {temperature}")
+    if request.max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {request.max_new_tokens}; at least 1 is needed")
+    if not request.temperature >= 0:
+        raise ValueError(f"temperature is {request.temperature}")
     return {
-        "rid": wire_id(rid),
+        "rid": wire_id(request.rid),
         "input_ids": ids,
         "return_logprob": True,
-        "stream": stream,
-        "cache_salt": cache_salt(version, weights),
+        "stream": request.on_tokens is not None,
+        "cache_salt": cache_salt(request.version, request.weights),
         "sampling_params": {
-            "max_new_tokens": max_new_tokens,
-            "temperature": temperature,
-            "stop_token_ids": list(stop_token_ids),
+            "max_new_tokens": request.max_new_tokens,
+            "temperature": request.temperature,
+            "stop_token_ids": list(request.stop_token_ids),
             "top_p": 1.0,
             "top_k": -1,
             "min_p": 0.0,

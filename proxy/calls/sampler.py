@@ -13,7 +13,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from infra.sglang.errors import EngineError, EngineLost, EngineRefused
-from infra.sglang.generation import Generation
+from infra.sglang.generation import GenerateRequest, Generation
 from infra.state import keys
 from proxy.calls.moved_prefixes import Computed, Kv, Moves
 from proxy.calls.recorder import OpenCall, Recorder
@@ -153,8 +153,8 @@ class Sampler:
         arrived = _Arrived()
         left = job.max_new_tokens - len(got.output_ids)
         asked = time.monotonic()
-        request = lease.engine.generate(
-            prompt,
+        request = GenerateRequest(
+            input_ids=prompt,
             rid=lease.rid,
             max_new_tokens=left,
             temperature=job.key.temperature,
@@ -164,7 +164,8 @@ class Sampler:
             on_tokens=arrived.add if left >= STREAM_FROM else None,
             deadline_s=self._limits.generate_s,
         )
-        generation = await self._answer(job, lease, asyncio.ensure_future(request), arrived, got)
+        task = asyncio.ensure_future(lease.engine.generate(request))
+        generation = await self._answer(job, lease, task, arrived, got)
         ended = time.monotonic()
         # Held: recomputing the prefix on another cell, and what passes between the closing and the answer.
         active_from = arrived.first_at if again and arrived.first_at else asked

@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 from infra.sglang.client import Loads
-from infra.sglang.generation import Generation, TokenIds
-
-OnTokens = Callable[[list[int], list[float]], None]
+from infra.sglang.generation import GenerateRequest, Generation
 
 
 class Engine(Protocol):
     """One engine process. Errors are those of ``infra.sglang.errors``."""
 
-    async def generate(
-        self,
-        input_ids: TokenIds,
-        *,
-        rid: str,
-        max_new_tokens: int,
-        temperature: float,
-        stop_token_ids: Sequence[int],
-        version: int,
-        weights: str = "",
-        on_tokens: OnTokens | None = None,
-        deadline_s: float,
-    ) -> Generation:
-        """Sample until a stop token, ``max_new_tokens`` or an abort; with ``on_tokens`` tokens arrive in batches."""
+    async def generate(self, request: GenerateRequest, /) -> Generation:
+        """Sample until a stop token, ``max_new_tokens`` or an abort."""
         ...
 
     async def abort(self, rid: str, deadline_s: float = ...) -> None:

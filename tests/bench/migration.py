@@ -32,6 +32,7 @@ from transformers import Qwen3ForCausalLM
 from infra.kv_store.arrival import Arrival
 from infra.kv_store.pages import cache_salt, namespace, read_config
 from infra.sglang.client import EngineClient
+from infra.sglang.generation import GenerateRequest
 from infra.state import keys
 from proxy.calls.recorder import as_bytes
 from tests.bench.cells import CONTEXT, Cells
@@ -236,7 +237,7 @@ class Bench:
     async def _one_token(self, engine: EngineClient, prompt: list[int], rid: str) -> float:
         began = time.perf_counter()
         await engine.generate(
-            prompt, rid=rid, max_new_tokens=1, temperature=0, stop_token_ids=[], version=0, deadline_s=WAIT_S
+            GenerateRequest(input_ids=prompt, rid=rid, max_new_tokens=1, temperature=0, version=0, deadline_s=WAIT_S)
         )
         return time.perf_counter() - began
 

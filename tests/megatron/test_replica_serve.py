@@ -20,6 +20,7 @@ from infra.megatron.model.model import target_logprobs
 from infra.megatron.model.pack import Runs
 from infra.megatron.replica import Replica
 from infra.sglang.client import EngineClient
+from infra.sglang.generation import GenerateRequest
 from infra.sglang.launch import engine_command, engine_environment
 from infra.state.blobs import BlobStore
 from trajectory.config import LossConfig
@@ -72,7 +73,7 @@ async def test_an_engine_takes_served_weights_and_the_open_steps_sum_survives(
 
     prompt = [5, 77, 140, 3]
     generation = await engine.generate(
-        prompt, rid="r", max_new_tokens=12, temperature=0.8, stop_token_ids=[], version=1, deadline_s=60
+        GenerateRequest(input_ids=prompt, rid="r", max_new_tokens=12, temperature=0.8, version=1, deadline_s=60)
     )
     replica = Replica(policy_dir)
     replica.load(newer, 1)

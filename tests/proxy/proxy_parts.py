@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from infra.chat.qwen3 import ChatMLRenderer
 from infra.sglang.errors import EngineError, EngineLost
-from infra.sglang.generation import Generation
+from infra.sglang.generation import GenerateRequest, Generation
 from infra.state import keys
 from proxy.app import create_app
 from proxy.calls.gateway import Gateway
@@ -100,32 +100,21 @@ class ScriptedEngine:
         self.dead = False
         self._ends: dict[str, asyncio.Event] = {}
 
-    async def generate(
-        self,
-        input_ids: Sequence[int],
-        *,
-        rid: str,
-        max_new_tokens: int,
-        temperature: float,
-        stop_token_ids: Sequence[int],
-        version: int,
-        weights: str = "",
-        on_tokens: Callable[[list[int], list[float]], None] | None = None,
-        deadline_s: float,
-    ) -> Generation:
+    async def generate(self, request: GenerateRequest) -> Generation:
+        input_ids, rid, version = list(request.input_ids), request.rid, request.version
         call, turn = rid.rsplit(".", 1)[0], self.shared["turns"]
         if call not in turn:
-            turn[call] = self.say(list(input_ids))
+            turn[call] = self.say(input_ids)
             self.shared["prompts"][call] = len(input_ids)
         done = len(input_ids) - self.shared["prompts"][call]
-        seen = Seen(list(input_ids), rid, version, max_new_tokens)
+        seen = Seen(input_ids, rid, version, request.max_new_tokens)
         self.seen.append(seen)
         end = self._ends[rid] = asyncio.Event()
-        rest = turn[call][done : done + max_new_tokens]
+        rest = turn[call][done : done + request.max_new_tokens]
         if self.stop_after is not None:
             seen.output_ids = rest[: self.stop_after]
-            if on_tokens is not None:
-                on_tokens(seen.output_ids, [-0.5] * len(seen.output_ids))
+            if request.on_tokens is not None:
+                request.on_tokens(seen.output_ids, [-0.5] * len(seen.output_ids))
         if not self.gate.is_set():
             gate, ended = asyncio.ensure_future(self.gate.wait()), asyncio.ensure_future(end.wait())
             try:
@@ -139,7 +128,7 @@ class ScriptedEngine:
         finish: Any = "abort"
         if not end.is_set():
             got = seen.output_ids = rest
-            finish = "stop" if got and got[-1] in stop_token_ids else "length"
+            finish = "stop" if got and got[-1] in request.stop_token_ids else "length"
         return Generation(list(got), [-0.5] * len(got), [version] * len(got), finish, 7)
 
     async def abort(self, rid: str, deadline_s: float = 1.0) -> None:

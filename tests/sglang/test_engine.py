@@ -22,9 +22,9 @@ from redis.asyncio import Redis
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from activities.engine_memory import EngineMemory
-from infra.sglang.client import EngineClient, OnTokens
+from infra.sglang.client import EngineClient
 from infra.sglang.errors import EngineLost, EngineRefused, EngineVersionMismatch
-from infra.sglang.generation import Generation
+from infra.sglang.generation import GenerateRequest, Generation, OnTokens
 from infra.sglang.launch import engine_command, engine_environment
 from infra.sglang.weights import checkpoint_shapes
 from infra.state import keys
@@ -143,8 +143,8 @@ async def sample(
     on_tokens: OnTokens | None = None,
     deadline_s: float = CALL_S,
 ) -> Generation:
-    return await client.generate(
-        ids,
+    request = GenerateRequest(
+        input_ids=ids,
         rid=rid,
         max_new_tokens=new,
         temperature=temperature,
@@ -153,6 +153,7 @@ async def sample(
         on_tokens=on_tokens,
         deadline_s=deadline_s,
     )
+    return await client.generate(request)
 
 
 async def running(client: EngineClient, ids: list[int], rid: str, version: int) -> asyncio.Task[Generation]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from infra.sglang.errors import EngineError, EngineRefused, EngineVersionMismatch
-from infra.sglang.generation import Assembly, encode_body, generate_body, wire_id
+from infra.sglang.generation import Assembly, GenerateRequest, encode_body, generate_body, wire_id
 from infra.sglang.launch import engine_command, engine_environment
 from infra.sglang.weights import check_weights, checkpoint_shapes, pack_weights
 
@@ -28,10 +28,9 @@ def body(**changes: Any) -> dict[str, Any]:
         "temperature": 1.0,
         "stop_token_ids": [7],
         "version": 5,
-        "vocab_size": 10,
-        "stream": False,
+        "deadline_s": 1.0,
     }
-    return generate_body(**(plain | changes))
+    return generate_body(GenerateRequest(**(plain | changes)), vocab_size=10)
 
 
 def message(ids: list[int], total: int, finish: dict[str, Any] | None = None, version: str = "5") -> dict[str, Any]:

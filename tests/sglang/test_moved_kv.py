@@ -8,6 +8,7 @@ import random
 import pytest
 
 from infra.sglang.client import EngineClient
+from infra.sglang.generation import GenerateRequest
 from tests.bench.migration import FIRST, SECOND, SMALL, Plan, started
 from workers.quickstart import prepare
 
@@ -18,7 +19,7 @@ async def release_while_writing(engine: EngineClient) -> None:
     """SGLang ends itself when memory is released while KV is on its way to the store."""
     prompt = random.Random(5).choices(range(5, 600), k=3000)
     await engine.generate(
-        prompt, rid="written", max_new_tokens=1, temperature=0.0, stop_token_ids=[], version=0, deadline_s=600.0
+        GenerateRequest(input_ids=prompt, rid="written", max_new_tokens=1, temperature=0, version=0, deadline_s=600)
     )
     await engine.release_memory()
     await engine.resume_memory()
@@ -48,15 +49,15 @@ async def test_a_moved_prefix_comes_from_the_store_at_its_own_weights_and_is_com
         records = await bench.cut(talks, version=1, before=bench.cells.kill_store)
         assert all(record.moved_from_store == 0 < record.moved_recomputed for record in records)
         for record in records:
-            unmoved = await bench.cells.engines[SECOND].generate(
-                record.prompt_ids,
+            request = GenerateRequest(
+                input_ids=record.prompt_ids,
                 rid=f"unmoved-{record.episode}",
                 max_new_tokens=len(record.output_ids),
                 temperature=0.0,
-                stop_token_ids=[],
                 version=1,
                 weights="a salt under which nothing is cached",
                 deadline_s=600.0,
             )
+            unmoved = await bench.cells.engines[SECOND].generate(request)
             assert unmoved.cached_tokens == 0
             assert record.output_ids.tolist() == unmoved.output_ids

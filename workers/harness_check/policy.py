@@ -13,13 +13,13 @@ import asyncio
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from infra.chat.qwen3 import ChatMLRenderer
 from infra.sglang.errors import EngineLost
-from infra.sglang.generation import Generation, TokenIds
+from infra.sglang.generation import GenerateRequest, Generation
 from workers.harness_check.hands import Call
 
 PLAN: Final = re.compile(r"PLAN:([a-z]+)")
@@ -78,20 +78,9 @@ class ScriptedPolicyEngine:
         self._begun: dict[str, tuple[int, list[int]]] = {}
         """Call -> prompt tokens and the whole turn, of calls during which the engine died."""
 
-    async def generate(
-        self,
-        input_ids: TokenIds,
-        *,
-        rid: str,
-        max_new_tokens: int,
-        temperature: float,
-        stop_token_ids: Sequence[int],
-        version: int,
-        weights: str = "",
-        on_tokens: Callable[[list[int], list[float]], None] | None = None,
-        deadline_s: float,
-    ) -> Generation:
-        request = Request([int(token) for token in input_ids])
+    async def generate(self, asked: GenerateRequest) -> Generation:
+        rid, version = asked.rid, asked.version
+        request = Request([int(token) for token in asked.input_ids])
         self.requests.append(request)
         call = rid.rpartition(".")[0]
         if call in self._begun:
@@ -104,13 +93,13 @@ class ScriptedPolicyEngine:
             self.holding.set()
             if await self._aborted(rid):
                 return Generation([], [], [], "abort", 0)
-        request.output = self._spell(step, mark, len(self.requests))[:max_new_tokens]
+        request.output = self._spell(step, mark, len(self.requests))[: asked.max_new_tokens]
         if step.dies:
             self._begun[call] = len(request.prompt), request.output
             request.output, request.lost = request.output[: len(request.output) // 2], True
             count = len(request.output)
             raise EngineLost("scripted death", request.output, [-0.5] * count, [version] * count)
-        if request.output[-1] in stop_token_ids:
+        if request.output[-1] in asked.stop_token_ids:
             return _whole(request.output, version)
         count = len(request.output)
         return Generation(request.output, [-0.5] * count, [version] * count, "length", 0)
