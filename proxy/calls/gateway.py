@@ -33,8 +33,8 @@ from proxy.conversation.ledger import Ledger, Plan
 from proxy.conversation.requests import ModelRequest, Opening, Turn, attempt_name
 from proxy.errors import Abandoned, BadRequest, CallsExceeded, ContextExceeded, KeyRefused, RecordsLost, Unavailable
 from proxy.limits import Limits
-from proxy.routing.ending import end
 from proxy.routing.router import Router
+from proxy.routing.tasks import Tasks, end
 from trajectory import records
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class Gateway:
         self._sampler = Sampler(router, self._recorder, renderer.stop_token_ids, limits, self._kv)
         self._orphans = Orphans(self._recorder, router, limits, self._load)
         self._running: dict[asyncio.Task[None], Call] = {}
-        self._background: set[asyncio.Task[None]] = set()
+        self._background = Tasks()
         router.on_peer_gone = self._orphans.peer_gone
 
     async def stop(self) -> None:
@@ -203,9 +203,7 @@ class Gateway:
             return
         attempt.left_at = time.monotonic()
         call = next(call for task, call in self._running.items() if call.attempt is attempt)
-        task = asyncio.get_running_loop().create_task(self._leave(call, attempt.left_at))
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        self._background.start(self._leave(call, attempt.left_at))
 
     async def _leave(self, call: Call, left_at: float) -> None:
         """Offer the call to other proxies; abort it when nobody has come back for it, to any of them, in time."""

@@ -19,8 +19,8 @@ from proxy.calls.episodes import Episode
 from proxy.calls.recorder import OpenCall, Recorder
 from proxy.errors import GatewayError
 from proxy.limits import Limits
-from proxy.routing.ending import end
 from proxy.routing.router import Router
+from proxy.routing.tasks import Tasks
 from trajectory.records import RecordError
 
 log = logging.getLogger(__name__)
@@ -33,22 +33,18 @@ class Orphans:
         self, recorder: Recorder, router: Router, limits: Limits, load: Callable[[str], Awaitable[Episode]]
     ) -> None:
         self._recorder, self._router, self._limits, self._load = recorder, router, limits, load
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
 
     async def sweep(self, episode: Episode) -> None:
         """Look for orphans of an episode that was just loaded; a proxy whose lease still runs is watched."""
         episode.swept = True
         foreign = await self._foreign(episode)
         if foreign and (alive := await self._reap(episode, foreign)):
-            task = asyncio.get_running_loop().create_task(self._watch(episode, alive))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks.start(self._watch(episode, alive))
 
     def peer_gone(self, proxy: str) -> None:
         """A proxy is dead: end its calls, whether or not their harnesses ever ask again."""
-        task = asyncio.get_running_loop().create_task(self._sweep_peer(proxy))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(self._sweep_peer(proxy))
 
     async def _sweep_peer(self, proxy: str) -> None:
         try:
@@ -59,7 +55,7 @@ class Orphans:
             log.warning("calls of the dead proxy %s are left: %s", proxy, fault)  # swept when their episodes are loaded
 
     async def stop(self) -> None:
-        await end(self._tasks)
+        await self._tasks.end()
 
     async def _foreign(self, episode: Episode) -> dict[str, OpenCall]:
         """Unfinished calls of other proxies, those included that were held and never reached an engine."""

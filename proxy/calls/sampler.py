@@ -19,7 +19,8 @@ from proxy.calls.moved_prefixes import Computed, Kv, Moves
 from proxy.calls.recorder import OpenCall, Recorder
 from proxy.errors import BadRequest, ContextExceeded
 from proxy.limits import Limits
-from proxy.routing.router import Lease, Router, Wish
+from proxy.routing.router import Router
+from proxy.routing.slot import Slot
 
 log = logging.getLogger(__name__)
 STREAM_FROM = 256
@@ -101,16 +102,23 @@ class Sampler:
         attempt = 0
         while not self._finished(job, got):
             prompt = job.prompt + array("i", got.output_ids) if got.output_ids else job.prompt
-            wish = Wish(
-                job.key.episode, job.key.min_version, job.key.max_version, job.near, len(prompt), job.seniority, since
+            slot = Slot(
+                f"{job.rid}.{attempt}",
+                job.key.episode,
+                job.key.min_version,
+                job.key.max_version,
+                near=job.near,
+                tokens=len(prompt),
+                seniority=job.seniority,
+                since=since,
             )
-            rid = f"{job.rid}.{attempt}"
             attempt += 1
-            lease = self._router.try_lease(wish, rid) or await self._held_lease(job, wish, rid, got, deadline)
+            if not self._router.try_grant(slot):
+                await self._hold(job, slot, got, deadline)
             try:
-                await self._ask(job, lease, prompt, got)
+                await self._ask(job, slot, prompt, got)
             finally:
-                self._router.release(lease)
+                self._router.release(slot)
         return got
 
     def _finished(self, job: Job, got: Sampled) -> bool:
@@ -121,32 +129,32 @@ class Sampler:
                 got.finish = "length"
         return bool(got.finish)
 
-    async def _held_lease(self, job: Job, wish: Wish, rid: str, got: Sampled, deadline: float) -> Lease:
-        episode, since = job.key.episode, time.monotonic()
+    async def _hold(self, job: Job, slot: Slot, got: Sampled, deadline: float) -> None:
+        """Wait for the slot. Its seconds are credited whether or not it is granted."""
+        episode, since, granted = job.key.episode, time.monotonic(), False
         await self._recorder.hold(episode, job.rid)
-        lease: Lease | None = None
         try:
-            lease = await self._router.lease(wish, rid, deadline)
+            await self._router.grant(slot, deadline)
+            granted = True
         finally:
             held_s = time.monotonic() - since
             got.held_s += held_s
             try:
                 await self._recorder.unhold(episode, job.rid, held_s)
             except BaseException:
-                if lease is not None:
-                    self._router.release(lease)
+                if granted:
+                    self._router.release(slot)
                 raise
-        return lease
 
-    async def _ask(self, job: Job, lease: Lease, prompt: array[int], got: Sampled) -> None:
-        route, again = lease.route, bool(got.cells)
+    async def _ask(self, job: Job, slot: Slot, prompt: array[int], got: Sampled) -> None:
+        route, again = slot.route, bool(got.cells)
         since = time.monotonic()
         await got.moves.arrive(self._kv, route, prompt)
         got.held_s += time.monotonic() - since
         got.uncredited_s += time.monotonic() - since
-        call = OpenCall(self._router.proxy_id, route.cell, lease.rid, job.digest.hex(), time.time())
+        call = OpenCall(self._router.proxy_id, route.cell, slot.rid, job.digest.hex(), time.time())
         await self._recorder.open(job.key.episode, job.rid, call)
-        if lease.revoked_at is not None:  # closed before the engine was asked
+        if slot.revoked_at is not None:  # closed before the engine was asked
             return
         if route.cell not in got.cells[-1:]:
             got.cells.append(route.cell)
@@ -155,7 +163,7 @@ class Sampler:
         asked = time.monotonic()
         request = GenerateRequest(
             input_ids=prompt,
-            rid=lease.rid,
+            rid=slot.rid,
             max_new_tokens=left,
             temperature=job.key.temperature,
             stop_token_ids=self._stops,
@@ -164,12 +172,12 @@ class Sampler:
             on_tokens=arrived.add if left >= STREAM_FROM else None,
             deadline_s=self._limits.generate_s,
         )
-        task = asyncio.ensure_future(lease.engine.generate(request))
-        generation = await self._answer(job, lease, task, arrived, got)
+        task = asyncio.ensure_future(slot.engine.generate(request))
+        generation = await self._answer(job, slot, task, arrived, got)
         ended = time.monotonic()
         # Held: recomputing the prefix on another cell, and what passes between the closing and the answer.
         active_from = arrived.first_at if again and arrived.first_at else asked
-        active_to = max(active_from, min(ended, lease.revoked_at or ended))
+        active_to = max(active_from, min(ended, slot.revoked_at or ended))
         got.active_s += active_to - active_from
         held_s = (active_from - asked) + (ended - active_to)
         got.held_s += held_s
@@ -182,15 +190,15 @@ class Sampler:
             got.cached_tokens = generation.cached_tokens
         if generation.finish != "abort":
             got.finish = generation.finish
-        elif lease.revoked_at is None:  # ended by somebody else: look elsewhere before asking again
+        elif slot.revoked_at is None:  # ended by somebody else: look elsewhere before asking again
             self._router.suspect(route)
 
     async def _answer(
-        self, job: Job, lease: Lease, task: asyncio.Future[Generation], arrived: _Arrived, got: Sampled
+        self, job: Job, slot: Slot, task: asyncio.Future[Generation], arrived: _Arrived, got: Sampled
     ) -> Generation | None:
         """The engine's answer; None when it failed, with what had arrived already added to ``got``."""
-        lease.task = task
-        route = lease.route
+        slot.request = task
+        route = slot.route
         try:
             await asyncio.wait({task})
         finally:
@@ -207,7 +215,7 @@ class Sampler:
             raise BadRequest(f"the engine refused the request: {fault.message}") from fault
         if not isinstance(fault, EngineError):
             raise fault
-        log.warning("%s failed request %s: %s", route.cell, lease.rid, fault)
+        log.warning("%s failed request %s: %s", route.cell, slot.rid, fault)
         self._router.suspect(route)
         if isinstance(fault, EngineLost):
             got.add(fault.output_ids, fault.logprobs, fault.versions)

@@ -19,7 +19,8 @@ from infra.sglang.errors import EngineLost, EngineRefused
 from infra.state import keys
 from proxy.errors import NoCell
 from proxy.routing.admission import STEP, Marks, Window, rank
-from proxy.routing.router import Lease, Router, Wish
+from proxy.routing.router import Router
+from proxy.routing.slot import Slot
 
 MARKS = Marks(low=0.85, high=0.95, queue_s=10.0)
 POOL = 64_000
@@ -246,13 +247,16 @@ class Cells:
         await until(lambda: window.size < before, "cut")
         return window
 
-    def wait(self, wish: Wish, rid: str = "r", patience_s: float = 20.0) -> asyncio.Task[Lease]:
-        return asyncio.create_task(self.router.lease(wish, rid, time.monotonic() + patience_s))
+    def wait(self, slot: Slot, patience_s: float = 20.0) -> asyncio.Task[Slot]:
+        async def granted() -> Slot:
+            await self.router.grant(slot, time.monotonic() + patience_s)
+            return slot
 
-    def take(self, wish: Wish) -> Lease:
-        lease = self.router.try_lease(wish, "r")
-        assert lease is not None
-        return lease
+        return asyncio.create_task(granted())
+
+    def take(self, slot: Slot) -> Slot:
+        assert self.router.try_grant(slot)
+        return slot
 
 
 @pytest.fixture
@@ -263,30 +267,30 @@ async def cells(redis: Redis) -> AsyncIterator[Cells]:
     await cells.router.stop()
 
 
-def wish(episode: str = "ep", tokens: int = 8000, **more: Any) -> Wish:
-    return Wish(episode, 0, 0, more.pop("near", ""), tokens, **more)
+def slot(episode: str = "ep", tokens: int = 8000, *, version: int = 0, **more: Any) -> Slot:
+    return Slot("r", episode, version, version, tokens=tokens, **more)
 
 
 async def test_an_overloaded_cell_takes_no_call_until_it_has_room_again(cells: Cells) -> None:
     await cells.open("cell-0")
-    leases = [cells.take(wish()) for _ in range(4)]
+    slots = [cells.take(slot()) for _ in range(4)]
     await cells.strain("cell-0")
-    assert cells.router.try_lease(wish(), "r") is None
-    waiting = cells.wait(wish())
-    cells.router.release(leases.pop())
-    cells.router.release(leases.pop())
+    assert not cells.router.try_grant(slot())
+    waiting = cells.wait(slot())
+    cells.router.release(slots.pop())
+    cells.router.release(slots.pop())
     await asyncio.sleep(0)
     assert not waiting.done() and cells.router.waiting == 1, "the window is filled by the two that run"
-    cells.router.release(leases.pop())
+    cells.router.release(slots.pop())
     assert (await waiting).route.cell == "cell-0" and cells.router.waiting == 0
 
 
 async def test_a_waiting_call_gets_in_when_pressure_is_over_though_nothing_ended(cells: Cells) -> None:
     await cells.open("cell-0")
     for _ in range(4):
-        cells.take(wish(tokens=500))
+        cells.take(slot(tokens=500))
     window = await cells.strain("cell-0")
-    waiting = cells.wait(wish(tokens=500))
+    waiting = cells.wait(slot(tokens=500))
     await asyncio.sleep(4 * LIMITS.load_s)
     assert not waiting.done()
     cells.engines["cell-0"].load = IDLE
@@ -296,17 +300,17 @@ async def test_a_waiting_call_gets_in_when_pressure_is_over_though_nothing_ended
 
 async def test_long_running_episodes_go_first_and_equals_in_their_order(cells: Cells) -> None:
     await cells.open("cell-0")
-    leases = [cells.take(wish()) for _ in range(2)]
+    slots = [cells.take(slot()) for _ in range(2)]
     await cells.strain("cell-0")
     order: list[str] = []
     tasks = []
     for name, calls in (("young", 0), ("younger", 0), ("old", 40), ("oldest", 200)):
-        task = cells.wait(wish(name, seniority=calls))
+        task = cells.wait(slot(name, seniority=calls))
         task.add_done_callback(lambda _, name=name: order.append(name))
         tasks.append(task)
         await asyncio.sleep(0.01)
-    for lease in leases:
-        cells.router.release(lease)
+    for taken in slots:
+        cells.router.release(taken)
     for task in (tasks[3], tasks[2], tasks[0], tasks[1]):
         cells.router.release(await asyncio.wait_for(task, 5))
     assert order == ["oldest", "old", "young", "younger"]
@@ -314,53 +318,53 @@ async def test_long_running_episodes_go_first_and_equals_in_their_order(cells: C
 
 async def test_small_calls_do_not_pass_a_large_one_that_waits(cells: Cells) -> None:
     await cells.open("cell-0")
-    leases = [cells.take(wish(tokens=4000)) for _ in range(4)]
+    slots = [cells.take(slot(tokens=4000)) for _ in range(4)]
     await cells.strain("cell-0")
-    large = cells.wait(wish("large", tokens=30_000, seniority=9))
+    large = cells.wait(slot("large", tokens=30_000, seniority=9))
     await asyncio.sleep(0)
-    for lease in leases[:3]:
-        cells.router.release(lease)
-    assert cells.router.try_lease(wish("small", tokens=10), "r") is None
-    small = cells.wait(wish("small", tokens=10))
+    for taken in slots[:3]:
+        cells.router.release(taken)
+    assert not cells.router.try_grant(slot("small", tokens=10))
+    small = cells.wait(slot("small", tokens=10))
     await asyncio.sleep(0.1)
     assert not large.done() and not small.done()
-    cells.router.release(leases[3])
+    cells.router.release(slots[3])
     assert (await large).tokens == 30_000, "larger than the window, but the cell is empty"
 
 
 async def test_a_senior_call_passes_those_that_wait(cells: Cells) -> None:
     await cells.open("cell-0")
-    cells.take(wish(tokens=4000))
-    leases = [cells.take(wish(tokens=4000)) for _ in range(3)]
+    cells.take(slot(tokens=4000))
+    slots = [cells.take(slot(tokens=4000)) for _ in range(3)]
     await cells.strain("cell-0")
-    junior = cells.wait(wish("junior", tokens=6000))
+    junior = cells.wait(slot("junior", tokens=6000))
     await asyncio.sleep(0)
-    for lease in leases:
-        cells.router.release(lease)
+    for taken in slots:
+        cells.router.release(taken)
     assert not junior.done(), "4000 of 8000 are used"
-    cells.take(wish("senior", tokens=3000, seniority=100))
+    cells.take(slot("senior", tokens=3000, seniority=100))
     junior.cancel()
 
 
 async def test_a_call_waits_a_while_for_the_cell_that_has_its_prefix(cells: Cells) -> None:
     await cells.open("cell-0", "cell-1")
-    leases = [cells.take(wish(near="cell-0")) for _ in range(3)]
-    assert {lease.route.cell for lease in leases} == {"cell-0"}
+    slots = [cells.take(slot(near="cell-0")) for _ in range(3)]
+    assert {taken.route.cell for taken in slots} == {"cell-0"}
     await cells.strain("cell-0")
     began = time.monotonic()
-    lease = await cells.wait(wish(near="cell-0"))
-    assert lease.route.cell == "cell-1"
+    late = await cells.wait(slot(near="cell-0"))
+    assert late.route.cell == "cell-1"
     assert LIMITS.near_s <= time.monotonic() - began < LIMITS.near_s + 2
-    assert cells.take(wish(near="")).route.cell == "cell-1", "one that knows no cell goes where there is room"
+    assert cells.take(slot(near="")).route.cell == "cell-1", "one that knows no cell goes where there is room"
 
 
 async def test_calls_that_wait_for_another_version_hold_up_nobody(cells: Cells) -> None:
     await cells.open("cell-0")
-    later = [cells.wait(Wish(f"later-{number}", 1, 1, "", 8000, seniority=900)) for number in range(2000)]
+    later = [cells.wait(slot(f"later-{number}", version=1, seniority=900)) for number in range(2000)]
     await asyncio.sleep(0)
     began = time.perf_counter()
     for _ in range(100):
-        cells.router.release(cells.take(wish()))
+        cells.router.release(cells.take(slot()))
     assert time.perf_counter() - began < 2.0
     assert cells.router.waiting == 2000
     for task in later:
@@ -374,10 +378,10 @@ async def test_engines_are_asked_seldom_and_only_while_there_is_work(cells: Cell
     engine = cells.engines["cell-0"]
     await asyncio.sleep(4 * LIMITS.load_s)
     assert not engine.asked
-    lease = cells.take(wish())
+    taken = cells.take(slot())
     await until(lambda: len(engine.asked) >= 4, "asked")
     assert all(b - a >= 0.9 * LIMITS.load_s for a, b in zip(engine.asked, engine.asked[1:], strict=False))
-    cells.router.release(lease)
+    cells.router.release(taken)
     await asyncio.sleep(2 * LIMITS.load_s)
     asked = len(engine.asked)
     await asyncio.sleep(4 * LIMITS.load_s)
@@ -389,17 +393,17 @@ async def test_an_engine_that_reports_no_load_is_not_asked_again_and_is_never_fu
     engine = cells.engines["cell-0"]
     engine.load = EngineRefused("/v1/loads", 404, "Not Found")
     for _ in range(50):
-        cells.take(wish(tokens=10**6))
+        cells.take(slot(tokens=10**6))
     await until(lambda: engine.asked, "asked")
     await asyncio.sleep(4 * LIMITS.load_s)
     assert len(engine.asked) == 1
-    cells.take(wish(tokens=10**6))
+    cells.take(slot(tokens=10**6))
 
 
 async def test_a_load_that_is_not_known_changes_nothing(cells: Cells) -> None:
     await cells.open("cell-0")
     for _ in range(2):
-        cells.take(wish())
+        cells.take(slot())
     window = await cells.strain("cell-0")
     size = window.size
     cells.engines["cell-0"].load = EngineLost("away")
@@ -410,14 +414,14 @@ async def test_a_load_that_is_not_known_changes_nothing(cells: Cells) -> None:
 
 async def test_a_wait_that_ends_as_room_comes_leaks_no_room(cells: Cells) -> None:
     await cells.open("cell-0")
-    leases = [cells.take(wish()) for _ in range(2)]
+    slots = [cells.take(slot()) for _ in range(2)]
     window = await cells.strain("cell-0")
     with pytest.raises(NoCell):
-        await cells.wait(wish(), patience_s=0.1)
-    waiting = cells.wait(wish())
+        await cells.wait(slot(), patience_s=0.1)
+    waiting = cells.wait(slot())
     await asyncio.sleep(0)
-    for lease in leases:
-        cells.router.release(lease)  # grants the waiting call its lease
+    for taken in slots:
+        cells.router.release(taken)  # grants the waiting call its slot
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
@@ -468,7 +472,7 @@ async def test_a_dead_proxy_is_noticed_by_all_and_leaves_the_list(redis: Redis) 
     for router in routers.values():
         await router.start()
     await until(lambda: routers["a"]._peers.alive == 2 == routers["b"]._peers.alive, "all know each other")
-    for task in list(routers["c"]._tasks):  # it stands still: its lease runs out
+    for task in list(routers["c"].tasks):  # it stands still: its lease runs out
         task.cancel()
     await until(lambda: gone["a"] == ["c"] == gone["b"], "noticed")
     assert await redis.smembers(keys.PROXIES) == {b"a", b"b"}

@@ -66,7 +66,7 @@ async def test_the_turn_is_sampled_here_when_the_other_proxy_dies(
     key = await world.key()
     await ask_and_leave(world, engine, first.url, key)
     monkeypatch.setattr(first.gateway._recorder, "drop", nothing)  # as kill -9 would: nothing is said any more
-    for task in [*first.gateway.router._tasks, *first.gateway._running, *first.gateway._background]:
+    for task in [*first.gateway.router.tasks, *first.gateway._running, *first.gateway._background]:
         task.cancel()
     await until(lambda: not first.gateway._running, "the call is gone")
     assert await world.redis.hlen(keys.left_calls("ep")) == 1

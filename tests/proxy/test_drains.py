@@ -158,7 +158,7 @@ async def test_a_proxy_that_cannot_read_routes_leaves_nothing_on_a_draining_cell
     await world.open("cell-1")
     draining = await drain(world, LONG_S)
     router = world.proxies[0].gateway.router
-    following = list(router._tasks)
+    following = list(router.tasks)
     for task in following:
         task.cancel()
     await asyncio.gather(*following, return_exceptions=True)

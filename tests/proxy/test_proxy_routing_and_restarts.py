@@ -376,10 +376,10 @@ async def test_a_proxy_that_cannot_read_routes_sends_nothing(world: World, sessi
     await world.open("cell-0")
     await world.proxy()
     router = world.proxies[0].gateway.router
-    router._fresh_until = 0.0
-    for task in list(router._tasks):
+    router.table.fresh_until = 0.0
+    for task in list(router.tasks):
         task.cancel()
-    await asyncio.gather(*router._tasks, return_exceptions=True)
+    await asyncio.gather(*router.tasks, return_exceptions=True)
     harness = await harness_of(world, session)
     answer = asyncio.create_task(harness.post())
     await until(lambda: world.redis.hlen(keys.holding("ep")), "held")
