@@ -19,13 +19,11 @@ from activities.beating import beating
 from activities.engine_memory import EngineMemory
 from activities.presence import MISSED, Presence, Silent
 from activities.services import Services
-from infra.megatron.config import OptimizerConfig
 from infra.megatron.protocol import PrepareRequest, ReplicaClient, ServeRequest
 from infra.sglang.client import EngineClient
 from infra.sglang.errors import EngineError, EngineLost
 from infra.state import demand, keys
 from infra.state.routes import RouteOvertaken, get_route, set_route, wait_acknowledged
-from trajectory.config import LossConfig
 from workflows.contracts.orders import (
     CellOrder,
     CellReport,
@@ -137,8 +135,8 @@ class CellActivities:
                 version=desired.version,
                 candidate_ref=desired.candidate_ref,
                 as_core=desired.core,
-                optimizer=OptimizerConfig(**context.optimizer.model_dump()),
-                loss=LossConfig(**context.loss.model_dump()),
+                optimizer=context.optimizer,
+                loss=context.loss,
                 fence=desired.fence,
             )
             prepared = await self._presence.while_answering(self._replica.prepare(prepare), needs_engine=False)

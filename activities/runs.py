@@ -9,22 +9,20 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from pydantic import BaseModel, ValidationError
 from temporalio import activity
 from temporalio.exceptions import ApplicationError
 
 from activities.gauges import expose, step_gauges
+from activities.plugins import check_plugins
 from activities.services import Services
 from infra.harness.harness import HarnessUnavailable
 from infra.harness.registry import harness_named
-from infra.megatron.config import OptimizerConfig
 from infra.settings import Settings
 from infra.state.blobs import BlobMissing
 from infra.state.record_names import config_name, latest_name, step_name
 from infra.tasks.harbor import TaskInvalid, list_tasks, load_task
-from trajectory.config import LossConfig
 from trajectory.gauges import summary
-from trajectory.process import TrajectoryConfig
+from trajectory.plugins import PluginError
 from workflows.contracts.configuration import RunConfig
 from workflows.contracts.orders import CommitInput, Committed
 from workflows.contracts.results import RunFacts, StepResult
@@ -63,17 +61,10 @@ def check_config(config: RunConfig, settings: Settings) -> tuple[int, int]:
         harness_named(config.harness, settings.harnesses).check()
     except (HarnessUnavailable, KeyError) as error:
         raise ConfigurationError(f"harness: {error}") from error
-    sections: dict[str, type[BaseModel]] = {
-        "optimizer": OptimizerConfig,
-        "loss": LossConfig,
-        "trajectory": TrajectoryConfig,
-    }
-    for section, model in sections.items():
-        try:
-            model.model_validate(getattr(config, section).model_dump())
-        except ValidationError as error:
-            faults = (".".join(map(str, (section, *fault["loc"]))) + f": {fault['msg']}" for fault in error.errors())
-            raise ConfigurationError("; ".join(faults)) from error
+    try:
+        check_plugins()
+    except PluginError as error:
+        raise ConfigurationError(str(error)) from error
     return counts[0], counts[1]
 
 

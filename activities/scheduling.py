@@ -14,7 +14,7 @@ from activities.services import Services
 from infra.state import demand, durations
 from workflows import names
 from workflows.contracts.results import StepInput
-from workflows.scheduling.policies import Decision, PoolView, decide
+from workflows.scheduling.policies import FORECASTS_UNUSED, Decision, PoolView, decide
 
 POLL_S = 0.1
 
@@ -34,7 +34,7 @@ class SchedulingActivities:
         plan = durations.StepPlan(tasks=tasks, group_size=step.group_size, limit_s=limit_s)
         await durations.plan_step(self._redis, step.run, step.step, plan)
         await demand.open_step(self._redis, step.run, step.step, len(step.tasks) * step.group_size)
-        if not step.train or config.scheduler.policy != "predictive":
+        if not step.train or config.scheduler.policy in FORECASTS_UNUSED:
             return list(range(len(step.tasks)))
         return await self._forecasts.start_order(step.run, step.step, tasks)
 
@@ -85,7 +85,7 @@ class SchedulingActivities:
             unfinished = counts.unfinished if counts.total else step.total
             steps.append(step.model_copy(update={"unfinished": unfinished}))
         counted = view.model_copy(update={"steps": steps})
-        return await self._forecasts.with_outlooks(counted) if view.scheduler.policy == "predictive" else counted
+        return counted if view.scheduler.policy in FORECASTS_UNUSED else await self._forecasts.with_outlooks(counted)
 
 
 def _differs(view: PoolView, decision: Decision) -> bool:

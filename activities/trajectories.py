@@ -18,7 +18,7 @@ from activities.services import Services
 from infra.state import keys
 from infra.state.record_names import seal_name
 from infra.state.redis import as_bytes
-from trajectory.process import EpisodeInput, TrajectoryConfig, process_group
+from trajectory.process import EpisodeInput, process_group
 from trajectory.records import CallRecord, RecordError, decode_chain
 from trajectory.seal import seal
 from trajectory.tree import EpisodeTree
@@ -65,7 +65,7 @@ class TrajectoryActivities:
             EpisodeInput(episode=one.name, records=one.records, reward=one.episode.reward, tree=one.tree)
             for one in loaded
         ]
-        processed = process_group(inputs, TrajectoryConfig(**group.trajectory.model_dump()))
+        processed = process_group(inputs, group.trajectory)
         stats = processed.stats
         micro_steps = []
         for micro_step in processed.micro_steps if group.train else []:

@@ -2,7 +2,8 @@
 
 Invariant: an excluded episode (reward None) has no advantage and influences no other; excluded isn't zero.
 
-To add an advantage: a function of the valid rewards with its formula in its docstring, and its name in ``ADVANTAGES``.
+To add an advantage: a function of the valid rewards with its formula in its docstring, in ``ADVANTAGES`` here, and its
+name in ``trajectory.config``.
 """
 
 from __future__ import annotations
@@ -42,9 +43,7 @@ def mean_only(rewards: Float64) -> Float64:
 
 
 ADVANTAGES: Final[dict[str, Callable[[Float64], Float64]]] = {
-    "group": group,
-    "leave_one_out": leave_one_out,
-    "mean_only": mean_only,
+    rule.__name__: rule for rule in (group, leave_one_out, mean_only)
 }
 """By name: from the rewards of a group's valid episodes, two or more that aren't all equal, to their Â_e."""
 

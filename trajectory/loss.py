@@ -3,15 +3,16 @@
 Invariant: the loss is a plain sum over trajectories with factors fixed beforehand, so neither it nor its gradient
 depends on how trajectories were cut into micro-steps; 1/N is applied once, at the update.
 
-To add a loss: a function from ``Targets`` to an ``Objective`` with its formula in its docstring, its name in
-``LOSSES`` and in ``trajectory.config``. This knows log-probs of tokens. It does not know models, layouts, or how
-a log-prob was computed.
+To add a loss: a function from ``Targets`` to an ``Objective`` with its formula in its docstring, in ``LOSSES`` here,
+and its name and clips in ``trajectory.config``; a package adds a ``Loss`` as entry point of ``gyre.losses``. This knows
+log-probs of tokens. It does not know models, layouts, or how a log-prob was computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Final
 
 import numpy as np
@@ -19,10 +20,8 @@ import torch
 from torch import Tensor
 
 from trajectory.additive import EDGES, add
-from trajectory.config import LossConfig
+from trajectory.config import CLIPS, LOSS_NAMES, LossConfig
 from trajectory.micro_step import MicroStep
-
-__all__ = ["LOSSES", "LossBatch", "LossConfig", "LossStats", "policy_loss"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,12 +201,29 @@ def cispo(t: Targets) -> Objective:
     return Objective(True, ratio.clamp(t.low, t.high) * t.spread(t.advantage) * t.current, ratio, t.mismatch)
 
 
-LOSSES: Final[dict[str, Callable[[Targets], Objective]]] = {
-    "gspo": gspo,
-    "gspo_token": gspo_token,
-    "grpo": grpo,
-    "cispo": cispo,
+@dataclass(frozen=True)
+class Loss:
+    objective: Callable[[Targets], Objective]
+    epsilon_low: float
+    """Of the clips where a configuration names none; the same for ``epsilon_high``."""
+    epsilon_high: float
+
+
+LOSSES: Final[dict[str, Loss]] = {
+    objective.__name__: Loss(objective, *CLIPS[objective.__name__]) for objective in (gspo, gspo_token, grpo, cispo)
 }
+"""gyre's own, by name."""
+
+
+@cache
+def loss_named(name: str) -> Loss:
+    """One of gyre's own, or an installed package's. Raises PluginError when that is no ``Loss``."""
+    if name in LOSSES:
+        return LOSSES[name]
+    loss = LOSS_NAMES.load(name)
+    if not isinstance(loss, Loss):
+        raise LOSS_NAMES.unusable(name, f"it is a {type(loss).__name__}, not a trajectory.loss.Loss")
+    return loss
 
 
 def policy_loss(logp: Tensor, batch: LossBatch, config: LossConfig) -> tuple[Tensor, LossStats]:
@@ -215,7 +231,7 @@ def policy_loss(logp: Tensor, batch: LossBatch, config: LossConfig) -> tuple[Ten
 
     ``logp`` [n]: log π_θ(ids[i] | the tokens before i in its trajectory) at the temperature that sampled token i;
     values where nothing is a target are ignored and get no gradient, whatever they are. ℓ_τ is that of
-    ``LOSSES[config.loss]``, where π_old and w are
+    ``loss_named(config.loss)``, where π_old and w are
 
         old = proximal:   π_old = sg(π_θ),        w = min(exp(log-ratio of sg(π_θ) to π_behaviour), C)
         old = behaviour:  π_old = π_behaviour,    w = 1
@@ -224,6 +240,7 @@ def policy_loss(logp: Tensor, batch: LossBatch, config: LossConfig) -> tuple[Ten
     """
     if logp.shape != (batch.tokens,) or logp.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"log-probs are {logp.dtype}{list(logp.shape)}, not float32 or float64 [{batch.tokens}]")
+    loss = loss_named(config.loss)
     current, behaviour = logp[batch.positions], batch.behaviour.to(logp.dtype)
     targets = Targets(
         current=current,
@@ -231,18 +248,18 @@ def policy_loss(logp: Tensor, batch: LossBatch, config: LossConfig) -> tuple[Ten
         behaviour=behaviour,
         lengths=batch.lengths,
         advantage=batch.advantage.to(logp.dtype),
-        low=1 - config.epsilon_low,
-        high=1 + config.epsilon_high,
+        low=1 - (config.epsilon_low or loss.epsilon_low),
+        high=1 + (config.epsilon_high or loss.epsilon_high),
     )
-    objective = LOSSES[config.loss](targets)
+    objective = loss.objective(targets)
     correction, truncated = _correction(objective.mismatch, config)
     if objective.by_target:
         by_target = correction if len(correction) == len(current) else targets.spread(correction)
         by_trajectory = targets.means(by_target * objective.value)
     else:
         by_trajectory = correction * objective.value
-    loss = -(batch.weight.to(logp.dtype) * by_trajectory).sum()
-    return loss, _stats(targets, objective, truncated, batch.oldest)
+    value = -(batch.weight.to(logp.dtype) * by_trajectory).sum()
+    return value, _stats(targets, objective, truncated, batch.oldest)
 
 
 def _correction(mismatch: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:

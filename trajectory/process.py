@@ -9,63 +9,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Annotated, Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from trajectory.advantage import ADVANTAGES, group_advantage
+from trajectory.advantage import group_advantage
+from trajectory.config import TrajectoryConfig
 from trajectory.kinds import classify
 from trajectory.micro_step import MicroStep
 from trajectory.packing import Pack, Shape, pack
 from trajectory.records import CallRecord
 from trajectory.reduction import REDUCTIONS
-from trajectory.selection import DRAWS, Selection, Trajectory, select
+from trajectory.selection import Selection, Trajectory, select
 from trajectory.stats import GroupStats, group_stats
 from trajectory.tree import EpisodeTree
-
-
-def _named(choices: Sequence[str]) -> AfterValidator:
-    def check(name: str) -> str:
-        if name not in choices:
-            raise ValueError(f"{name!r} is none of {', '.join(choices)}")
-        return name
-
-    return AfterValidator(check)
-
-
-class TrajectoryConfig(BaseModel):
-    """Raises a validation error for a name that isn't there."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    advantage: Annotated[str, _named([*ADVANTAGES])] = "group"
-    """Name in ``trajectory.advantage.ADVANTAGES``."""
-
-    reduction: Annotated[str, _named([*REDUCTIONS])] = "episode_tokens"
-    """How the losses of trajectories add up: name in ``trajectory.reduction.REDUCTIONS``."""
-
-    cap: int | None = Field(default=5, ge=1)
-    """Trajectories of one episode at most; None trains all."""
-
-    draw: Annotated[str, _named([*DRAWS])] = "seeded"
-    """Which of a kind come first under the cap: name in ``trajectory.selection.DRAWS``."""
-
-    summary_reserve: int = Field(default=0, ge=0)
-    """Places of the cap that summaries take before everything else."""
-
-    share_prefixes: bool = True
-    """Trajectories of an episode that meet in a micro-step hold their common prefix once."""
-
-    token_budget: int = Field(default=8192, ge=1)
-    """Tokens of one micro-step at most, a shared prefix counted once; only a single longer trajectory exceeds it."""
-
-    @model_validator(mode="after")
-    def _reserve_is_part_of_the_cap(self) -> Self:
-        if self.summary_reserve and (self.cap is None or self.summary_reserve > self.cap):
-            raise ValueError(f"summary_reserve: {self.summary_reserve} places are not part of a cap of {self.cap}")
-        return self
 
 
 @dataclass(frozen=True)

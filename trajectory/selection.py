@@ -6,7 +6,8 @@ chronological order that contains it, and every selected trajectory has at least
 A node of the tree is shared as a whole or not at all, and what a trajectory owns is the end of its path; so
 selection and ownership walk nodes, not tokens. This does not know rewards or weights.
 
-To add an order of drawing: a function with its rule in its docstring, and its name in ``DRAWS``.
+To add an order of drawing: a function with its rule in its docstring, in ``DRAWS`` here, and its name in
+``trajectory.config``.
 """
 
 from __future__ import annotations
@@ -42,9 +43,7 @@ def longest(tree: EpisodeTree, leaf: Leaf) -> int:
 
 
 DRAWS: Final[dict[str, Callable[[EpisodeTree, Leaf], int]]] = {
-    "seeded": seeded,
-    "chronological": chronological,
-    "longest": longest,
+    draw.__name__: draw for draw in (seeded, chronological, longest)
 }
 """By name: the key by which the candidates of one kind are tried, smallest first."""
 

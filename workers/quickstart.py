@@ -18,6 +18,7 @@ from rich.console import Console
 from infra.settings import Settings
 from infra.state.redis import redis_client
 from infra.temporal import connect
+from trajectory.config import OptimizerConfig, TrajectoryConfig
 from workers.chart import draw_curve
 from workers.errors import UsageError
 from workers.progress import start_run, watch
@@ -26,11 +27,9 @@ from workers.stack.memory import PeakMemory
 from workflows.contracts.configuration import (
     BudgetConfig,
     EvaluationConfig,
-    OptimizerConfig,
     RunConfig,
     SamplingConfig,
     TaskSets,
-    TrajectoryConfig,
 )
 
 CACHE = Path(".cache")

@@ -17,10 +17,12 @@ from typing import Any
 
 from temporalio.worker import Worker
 
+from activities.plugins import check_plugins
 from activities.services import Services
 from infra.settings import Settings
 from infra.state.redis import redis_client
 from infra.temporal import connect
+from trajectory.plugins import PluginError
 from workers.leaving import leave
 from workflows import names
 from workflows.cell import Cell
@@ -118,6 +120,7 @@ async def ready_socket(settings: Settings, name: str) -> AsyncIterator[None]:
 
 
 async def serve(settings: Settings, role: str, cell: str) -> None:
+    check_plugins()  # before any workflow: what it calls must be loaded outside of the sandbox
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -142,7 +145,10 @@ def main() -> None:
     parser.add_argument("--cell", default="")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    asyncio.run(serve(Settings(), options.role, options.cell))
+    try:
+        asyncio.run(serve(Settings(), options.role, options.cell))
+    except PluginError as error:
+        raise SystemExit(f"gyre: {error}") from error
     leave(0)
 
 

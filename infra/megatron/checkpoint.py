@@ -18,10 +18,9 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
-from infra.megatron.config import OptimizerConfig
 from infra.state.blobs import BlobStore
 from infra.transfer.manifest import checksum
-from trajectory.config import LossConfig
+from trajectory.config import LossConfig, OptimizerConfig
 
 
 class CandidateFacts(BaseModel):

@@ -15,9 +15,8 @@ from typing import Any, Literal, TypeVar
 import aiohttp
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from infra.megatron.config import OptimizerConfig
 from infra.transfer.manifest import TransferManifest
-from trajectory.config import LossConfig
+from trajectory.config import LossConfig, OptimizerConfig
 
 CameBy = Literal["resident", "transfer", "blob"]
 """How weights came into a replica."""

@@ -24,14 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infra.megatron.config import OptimizerConfig
 from infra.megatron.model.layout import ON_CPU, RankPlace
 from infra.megatron.model.model import build, device, target_logprobs
 from infra.megatron.model.pack import Runs
 from infra.megatron.model.shape import read_shape
 from infra.megatron.model.weights import add_into, check, copy_into, gathered_tensors, square_sum, table
-from trajectory.config import LossConfig
-from trajectory.loss import LossBatch, policy_loss
+from trajectory.config import LossConfig, OptimizerConfig
+from trajectory.loss import LossBatch, loss_named, policy_loss
 from trajectory.micro_step import MicroStep
 
 from megatron.core.distributed import (  # isort: skip - after infra.megatron.model.model, which installs the shim
@@ -95,7 +94,11 @@ class Replica:
         self._reduced = False  # the buffers hold the sums of all ranks, no longer those of this one
 
     def configure(self, optimizer: OptimizerConfig, loss: LossConfig) -> None:
-        """Set the run's optimizer and loss. Another optimizer configuration drops the optimizer's state."""
+        """Set the run's optimizer and loss. Another optimizer configuration drops the optimizer's state.
+
+        Raises PluginError, changing nothing, when the loss is an installed package's and can't be used.
+        """
+        loss_named(loss.loss)
         self.loss = loss
         if optimizer == self.optimizer:
             return

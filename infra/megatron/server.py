@@ -20,7 +20,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.middleware.base import RequestResponseEndpoint
 
-from infra.megatron.ledger import Refused
+from infra.megatron.coverage import Refused
 from infra.megatron.protocol import Problem
 from infra.megatron.replica import Replica
 from infra.megatron.service import ReplicaService

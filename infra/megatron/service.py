@@ -34,7 +34,7 @@ from infra.megatron.checkpoint import (
     load_weights,
     save_candidate,
 )
-from infra.megatron.ledger import Refused, check_coverage
+from infra.megatron.coverage import Refused, check_coverage
 from infra.megatron.replica import Replica
 from infra.sglang.client import EngineClient
 from infra.state import keys

@@ -17,7 +17,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from trajectory.process import EpisodeInput, TrajectoryConfig, process_group
+from trajectory.config import TrajectoryConfig
+from trajectory.process import EpisodeInput, process_group
 from trajectory.records import decode_chain
 from trajectory.tree import EpisodeTree
 

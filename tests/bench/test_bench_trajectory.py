@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.bench.synthetic_episodes import EpisodeShape, encoded_episode
+from trajectory.config import TrajectoryConfig
 from trajectory.kinds import classify
-from trajectory.process import EpisodeInput, TrajectoryConfig, process_group
+from trajectory.process import EpisodeInput, process_group
 from trajectory.records import decode_chain
 from trajectory.tree import EpisodeTree
 from trajectory.verify import verify_provenance

@@ -29,12 +29,12 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from infra.megatron.config import OptimizerConfig
 from infra.megatron.model.pack import Runs
 from infra.megatron.replica import Replica
 from tests.bench.synthetic_episodes import EpisodeShape, encoded_episode
+from trajectory.config import OptimizerConfig, TrajectoryConfig
 from trajectory.micro_step import MicroStep
-from trajectory.process import EpisodeInput, TrajectoryConfig, process_group
+from trajectory.process import EpisodeInput, process_group
 from trajectory.records import decode_chain
 
 CAP: Final = 5

@@ -24,7 +24,7 @@ from infra.megatron.protocol import ReplicaClient, TrainRequest
 from infra.settings import Settings
 from infra.state.keys import Route
 from infra.state.routes import get_route, set_route
-from workflows.contracts.configuration import LossConfig, OptimizerConfig
+from trajectory.config import LossConfig, OptimizerConfig
 from workflows.contracts.orders import CellOrder, Desired, RunContext
 
 STAND_IN = """

@@ -31,9 +31,9 @@ def run(job: Job, rank: int, folder: Path, store: Any) -> None:
     from safetensors.torch import save_file
 
     from infra.megatron.checkpoint import read_policy
-    from infra.megatron.config import OptimizerConfig
     from infra.megatron.model.layout import Layout, end_world, start_world
     from infra.megatron.replica import Replica
+    from trajectory.config import OptimizerConfig
     from trajectory.micro_step import MicroStep
 
     layout = Layout(**job.layout)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.megatron.ledger import Refused, check_coverage
+from infra.megatron.coverage import Refused, check_coverage
 
 REFS = [f"m{i}" for i in range(8)]
 

@@ -22,11 +22,11 @@ from safetensors.torch import load_file
 from tree_parts import distance, random_tree
 
 from infra.megatron.checkpoint import read_policy
-from infra.megatron.config import OptimizerConfig
 from infra.megatron.model.layout import Layout, RankPlace, UnsupportedLayout
 from infra.megatron.model.model import check_layout
 from infra.megatron.model.shape import PolicyShape, read_shape
 from infra.megatron.replica import Replica
+from trajectory.config import OptimizerConfig
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 100

@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 from tree_parts import distance, random_tree
 
 from infra.megatron.checkpoint import read_policy
-from infra.megatron.config import OptimizerConfig
 from infra.megatron.model.attention import PackedRuns, TorchCoreAttention, bottom_right
 from infra.megatron.model.model import target_logprobs
 from infra.megatron.model.pack import Pack, Runs
 from infra.megatron.replica import Replica
-from trajectory.config import LossConfig
+from trajectory.config import LossConfig, OptimizerConfig
 from trajectory.loss import LossBatch, policy_loss
 from trajectory.micro_step import MicroStep
 

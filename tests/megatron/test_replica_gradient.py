@@ -24,12 +24,11 @@ from infra.megatron.checkpoint import (
     read_policy,
     save_candidate,
 )
-from infra.megatron.config import OptimizerConfig
 from infra.megatron.model.weights import WeightsError
 from infra.megatron.replay import recompute_gradient
 from infra.megatron.replica import Replica, TrainingError
 from infra.state.blobs import BlobStore
-from trajectory.config import LossConfig
+from trajectory.config import LossConfig, OptimizerConfig
 from trajectory.micro_step import MicroStep
 
 Tensors = dict[str, torch.Tensor]

@@ -14,12 +14,11 @@ from redis.asyncio import Redis
 
 from infra.megatron import protocol as p
 from infra.megatron.checkpoint import get_tensors, initial_candidate, load_candidate, load_optimizer, load_weights
-from infra.megatron.config import OptimizerConfig
 from infra.megatron.replay import recompute_gradient
 from infra.megatron.replica import Replica
 from infra.state import keys
 from infra.state.blobs import BlobStore
-from trajectory.config import LossConfig
+from trajectory.config import LossConfig, OptimizerConfig
 from trajectory.micro_step import MicroStep
 
 pytestmark = pytest.mark.stack

@@ -15,7 +15,6 @@ import torch
 
 from infra.megatron import protocol as p
 from infra.megatron.checkpoint import CandidateFacts, initial_candidate, load_candidate, load_weights, save_candidate
-from infra.megatron.config import OptimizerConfig
 from infra.megatron.model.model import target_logprobs
 from infra.megatron.model.pack import Runs
 from infra.megatron.replica import Replica
@@ -23,7 +22,7 @@ from infra.sglang.client import EngineClient
 from infra.sglang.generation import GenerateRequest
 from infra.sglang.launch import engine_command, engine_environment
 from infra.state.blobs import BlobStore
-from trajectory.config import LossConfig
+from trajectory.config import LossConfig, OptimizerConfig
 
 pytestmark = pytest.mark.stack
 

@@ -16,16 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from infra.settings import Settings
+from trajectory.config import OptimizerConfig, TrajectoryConfig
 from workers.stack.local import busy_ports
-from workflows.contracts.configuration import (
-    EvaluationConfig,
-    OptimizerConfig,
-    RunConfig,
-    SamplingConfig,
-    SchedulerConfig,
-    TaskSets,
-    TrajectoryConfig,
-)
+from workflows.contracts.configuration import EvaluationConfig, RunConfig, SamplingConfig, SchedulerConfig, TaskSets
 
 GYRE = str(Path(sys.executable).parent / "gyre")
 

@@ -10,8 +10,9 @@ from local_stack import LocalStack
 
 from infra.harness.harness import Harness
 from infra.state.blobs import BlobStore
+from trajectory.config import TrajectoryConfig
 from workers.records.episodes import load_episode, sealed_episodes
-from workflows.contracts.configuration import SchedulerConfig, TrajectoryConfig
+from workflows.contracts.configuration import SchedulerConfig
 
 pytestmark = pytest.mark.stack
 

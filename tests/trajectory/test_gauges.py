@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from trajectory_reference import Script, groups
 
 from trajectory.additive import BINS_PER_DECADE, EDGES, add, add_all, quantile
+from trajectory.config import LossConfig, TrajectoryConfig
 from trajectory.gauges import MEANING, Gauges, combine, group_gauges, loss_gauges, summary
-from trajectory.loss import LossBatch, LossConfig, LossStats, policy_loss
+from trajectory.loss import LossBatch, LossStats, policy_loss
 from trajectory.micro_step import MicroStep
-from trajectory.process import EpisodeInput, TrajectoryConfig, process_group
+from trajectory.process import EpisodeInput, process_group
 
 # --- what adds up
 

@@ -21,12 +21,12 @@ from infra.settings import Settings
 from infra.state import keys
 from infra.state.record_names import seal_name
 from trajectory import tree as tree_module
+from trajectory.config import TrajectoryConfig
 from trajectory.micro_step import MicroStep
 from trajectory.records import CallRecord, decode_chain, encode
 from trajectory.seal import unseal
 from trajectory.tree import EpisodeTree
 from trajectory.verify import verify_provenance
-from workflows.contracts.configuration import TrajectoryConfig
 from workflows.contracts.results import EpisodeExit, EpisodeResult, GroupResult, Outcome, ProcessInput
 
 NAMES = [f"r1/000000/000/{i:02d}" for i in range(4)]

@@ -20,8 +20,9 @@ from pydantic import ValidationError
 from trajectory_reference import Script, advantages, groups, has_gradient, random_script, samplers, selection
 
 from trajectory.advantage import ADVANTAGES, group_advantage
+from trajectory.config import TrajectoryConfig
 from trajectory.micro_step import MicroStep, MicroStepError
-from trajectory.process import EpisodeInput, GroupStats, TrajectoryConfig, process_group
+from trajectory.process import EpisodeInput, GroupStats, process_group
 from trajectory.records import CallRecord, RecordError
 from trajectory.verify import ProvenanceError, verify_provenance
 

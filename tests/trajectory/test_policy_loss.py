@@ -29,9 +29,10 @@ from trajectory_reference import (
 )
 
 from trajectory.advantage import ADVANTAGES
-from trajectory.loss import LOSSES, LossBatch, LossConfig, LossStats, policy_loss
+from trajectory.config import LossConfig, TrajectoryConfig
+from trajectory.loss import LOSSES, LossBatch, LossStats, policy_loss
 from trajectory.micro_step import MicroStep
-from trajectory.process import EpisodeInput, TrajectoryConfig, process_group
+from trajectory.process import EpisodeInput, process_group
 from trajectory.reduction import REDUCTIONS
 from trajectory.selection import DRAWS
 

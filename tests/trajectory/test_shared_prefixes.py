@@ -9,8 +9,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from trajectory_reference import Script, groups
 
+from trajectory.config import TrajectoryConfig
 from trajectory.micro_step import MicroStep
-from trajectory.process import EpisodeInput, TrajectoryConfig, process_group
+from trajectory.process import EpisodeInput, process_group
 from trajectory.verify import verify_provenance
 
 caps = st.sampled_from([2, 5, None])

@@ -11,9 +11,10 @@ from temporalio import activity
 from temporalio.client import Client, WorkflowHandle
 from test_orchestration import config, pool, replay, start
 
+from trajectory.config import LossConfig, OptimizerConfig
 from workflows import names
 from workflows.cell import Cell
-from workflows.contracts.configuration import EvaluationConfig, LossConfig, OptimizerConfig, SchedulerConfig
+from workflows.contracts.configuration import EvaluationConfig, SchedulerConfig
 from workflows.contracts.orders import CellStatus, Desired, DrainInput, DrainResult, RunContext
 from workflows.contracts.results import PauseRequest
 from workflows.run import Run

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 from scripted_cluster import ScriptedCluster
+from small_packages import packages_read_anew, put_package
 from temporalio.client import Client, WorkflowFailureError, WorkflowHandle, WorkflowUpdateFailedError
 from temporalio.common import SearchAttributeKey
 from temporalio.contrib.pydantic import pydantic_data_converter
 from temporalio.testing import WorkflowEnvironment
 from temporalio.worker import Replayer, Worker
 
+from activities.plugins import check_plugins
 from workers.worker import WORKFLOWS
 from workflows import names
 from workflows.cell import Cell, CellState
@@ -291,6 +293,29 @@ async def test_a_pool_that_is_granted_to_nobody_goes_to_the_next() -> None:
         short = {"steps": 1, "evaluation": EvaluationConfig(every=0)}
         first = await start(client, config(name="r1", **short))
         await asyncio.wait_for(first.result(), 60)
+
+
+LAST_CELL_TRAINS = """
+from workflows.scheduling.pool_view import assign, oldest_training
+
+def last_cell_trains(view):
+    step = oldest_training(view)
+    view = view.model_copy(update={"cells": view.cells[::-1]})
+    return assign(view, step, 1 if step and not step.unfinished else 0, "the last cell trains")
+"""
+
+
+async def test_the_policy_of_an_installed_package_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    put_package(tmp_path, "last_cell", "gyre.scheduling_policies", LAST_CELL_TRAINS, last_cell="last_cell_trains")
+    with packages_read_anew():
+        check_plugins()  # as a worker does when it starts
+        cluster = ScriptedCluster()
+        async with pool(cluster) as client:
+            await asyncio.wait_for((await start(client, config(scheduler={"policy": "last_cell"}))).result(), 60)
+            await replay(client, names.scheduler_id("local"))
+        trained = {cell for kind, entry in cluster.log if kind == "train" for cell, _, _ in [entry]}
+        assert trained == {"cell-1"}
 
 
 def test_every_task_is_drawn_once_before_any_is_drawn_twice() -> None:

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workflows.contracts.configuration import SchedulerConfig
+from workflows.contracts.configuration import POLICY_NAMES, SchedulerConfig
 from workflows.scheduling.policies import POLICIES, CellView, PoolView, StepView, decide
 
 
@@ -44,6 +44,10 @@ def views(draw: st.DrawFn) -> PoolView:
         satellite_s=draw(st.floats(0, 30)),
     )
     return PoolView(run="r", cells=cells, steps=steps, capacity=capacity, scheduler=config)
+
+
+def test_every_policy_that_a_configuration_may_name_is_there() -> None:
+    assert set(POLICY_NAMES.built_in) == POLICIES.keys()
 
 
 @given(views())

@@ -5,9 +5,15 @@ Every model is frozen and refuses unknown keys.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from trajectory.config import LossConfig, OptimizerConfig, TrajectoryConfig
+from trajectory.plugins import Choices
+
+POLICY_NAMES: Final = Choices(["predictive", "watermark", "colocate", "async"], "gyre.scheduling_policies")
+"""An entry point's object is a function as in `workflows/scheduling/policies.py`."""
 
 
 class Contract(BaseModel):
@@ -38,60 +44,6 @@ class BudgetConfig(Contract):
     """Seconds an episode may take by the clock on the wall, held time included."""
 
 
-class OptimizerConfig(Contract):
-    kind: Literal["adamw", "sgd"] = "adamw"
-    lr: float = Field(default=1e-6, gt=0)
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    clip_grad: float = 1.0
-    """Largest norm of the gradient; 0 for no clipping."""
-
-
-def _number_or_none(value: object) -> object:
-    return None if value == "none" else value
-
-
-OrNone = BeforeValidator(_number_or_none)
-"""TOML has no null: the word "none" stands for it."""
-
-
-class TrajectoryConfig(Contract):
-    """Names are those of `trajectory/`, where each has its formula; they are checked before a run starts."""
-
-    advantage: str = "group"
-    """`group`, `leave_one_out` or `mean_only` (`trajectory/advantage.py`)."""
-    reduction: str = "episode_tokens"
-    """`episode_tokens`, `episode_trajectories` or `tokens` (`trajectory/reduction.py`)."""
-    cap: Annotated[int | None, OrNone] = 5
-    """Trajectories per episode at most; "none" for no cap."""
-    draw: str = "seeded"
-    """Which of a kind come first under the cap: `seeded`, `chronological` or `longest` (`trajectory/selection.py`)."""
-    summary_reserve: int = Field(default=0, ge=0)
-    """Places of the cap that summaries take before everything else."""
-    share_prefixes: bool = True
-    """Compute what trajectories of an episode have in common once, where they meet in a micro-step."""
-    token_budget: int = Field(default=16384, ge=1)
-    """Tokens of a micro-step, the unit that a training cell claims."""
-
-
-class LossConfig(Contract):
-    """Names are those of `trajectory/config.py`; they are checked before a run starts."""
-
-    loss: str = "gspo"
-    """`gspo`, `gspo_token`, `grpo` or `cispo` (formulas: `trajectory/loss.py`)."""
-    old: str = "proximal"
-    """`proximal` or `behaviour`."""
-    epsilon_low: float | None = None
-    """Ratios are clipped below at 1 − epsilon_low; left out, it is the loss's own."""
-    epsilon_high: float | None = None
-    """Ratios are clipped above at 1 + epsilon_high; left out, it is the loss's own."""
-    truncation: Annotated[float | None, OrNone] = 2.0
-    """Upper bound C of the detached correction between behaviour and training policy; "none" for no bound."""
-    mismatch_p99: float | None = None
-    """Measured p99 of |log s| on unstale data, which ``old = "behaviour"`` needs."""
-
-
 class EvaluationConfig(Contract):
     every: int = Field(default=10, ge=0)
     """Evaluate before the first update and after every this many; 0 for never."""
@@ -100,7 +52,8 @@ class EvaluationConfig(Contract):
 
 
 class SchedulerConfig(Contract):
-    policy: Literal["predictive", "watermark", "colocate", "async"] = "predictive"
+    policy: Annotated[str, AfterValidator(POLICY_NAMES.check)] = POLICY_NAMES.built_in[0]
+    """One of `POLICY_NAMES` (rules: `workflows/scheduling/policies.py`)."""
     training_cells: int = Field(default=1, ge=1)
     """Cells that the static split of `async` gives to training."""
     claim_s: float = Field(default=30.0, gt=0)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from workflows.contracts.configuration import Contract, LossConfig, OptimizerConfig, SchedulerConfig
+from trajectory.config import LossConfig, OptimizerConfig
+from workflows.contracts.configuration import Contract, SchedulerConfig
 from workflows.contracts.results import StepResult
 
 Role = Literal["idle", "rollout", "train"]

@@ -11,13 +11,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from workflows.contracts.configuration import (
-    BudgetConfig,
-    Contract,
-    RunConfig,
-    SamplingConfig,
-    TrajectoryConfig,
-)
+from trajectory.config import TrajectoryConfig
+from workflows.contracts.configuration import BudgetConfig, Contract, RunConfig, SamplingConfig
 
 
 class Outcome(StrEnum):

@@ -5,13 +5,18 @@ A policy sees counts, never a clock or a server, and always gives every cell a r
 
 Invariants of every policy: no unfinished episode is left without a serving cell; a cell that trains a step stays
 with it until the step is closed (its gradient sum is there); a step without unfinished episodes always has a core.
+
+To add a policy: a function from a `PoolView` to a `Decision`, its name in ``POLICIES`` here and in
+`workflows/contracts/configuration.py`; a package adds one as entry point of ``gyre.scheduling_policies``.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Final
+from functools import cache
+from typing import Final, cast
 
+from workflows.contracts.configuration import POLICY_NAMES
 from workflows.scheduling.pool_view import (
     TOKENS_PER_S,
     Assignment,
@@ -105,8 +110,22 @@ POLICIES: Final[dict[str, Policy]] = {
     "async": async_split,
     "predictive": predictive,
 }
+"""gyre's own, by name."""
+FORECASTS_UNUSED: Final = frozenset({"watermark", "colocate", "async"})
+"""Policies that look at no outlook: for them none is made."""
+
+
+@cache
+def policy_named(name: str) -> Policy:
+    """One of gyre's own, or an installed package's. Raises PluginError when that can't be called."""
+    if name in POLICIES:
+        return POLICIES[name]
+    policy = POLICY_NAMES.load(name)
+    if not callable(policy):
+        raise POLICY_NAMES.unusable(name, f"it is a {type(policy).__name__}, not a function of a PoolView")
+    return cast(Policy, policy)
 
 
 def decide(view: PoolView) -> Decision:
     """The decision of the policy that ``view.scheduler`` names."""
-    return POLICIES[view.scheduler.policy](view)
+    return policy_named(view.scheduler.policy)(view)

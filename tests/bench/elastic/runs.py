@@ -25,18 +25,17 @@ from infra.settings import Settings
 from infra.temporal import connect
 from tests.bench.elastic.paced_harness import PLUGIN, Paced
 from tests.bench.processes import add_to_path
+from trajectory.config import OptimizerConfig, TrajectoryConfig
 from workers.errors import UsageError
 from workers.stack.local import busy_ports, down, running_harnesses, up
 from workflows import names
 from workflows.contracts.configuration import (
     BudgetConfig,
     EvaluationConfig,
-    OptimizerConfig,
     RunConfig,
     SamplingConfig,
     SchedulerConfig,
     TaskSets,
-    TrajectoryConfig,
 )
 from workflows.contracts.results import RunStatus, StepResult, SubmitStep
 from workflows.run import Run, RunOutcome, RunState
