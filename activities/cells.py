@@ -19,7 +19,7 @@ from activities.beating import beating
 from activities.engine_memory import EngineMemory
 from activities.presence import MISSED, Presence, Silent
 from activities.services import Services
-from infra.megatron.protocol import PrepareRequest, ReplicaClient, ServeRequest
+from infra.megatron.protocol import ReplicaClient
 from infra.sglang.client import EngineClient
 from infra.sglang.errors import EngineError, EngineLost
 from infra.state import demand, keys
@@ -31,7 +31,7 @@ from workflows.contracts.orders import (
     DrainInput,
     DrainResult,
     ReachCellInput,
-    RunContext,
+    ServeOrder,
     WatchCellInput,
 )
 
@@ -69,13 +69,7 @@ class DrainActivities:
                 done = await wait_acknowledged(self._redis, closed, drain.deadline_s)
         except RouteOvertaken as error:
             raise obsolete(error) from error
-        return DrainResult(
-            seconds=done.seconds,
-            acknowledged=done.acknowledged,
-            expired=done.expired,
-            ended=done.ended,
-            moved=done.moved,
-        )
+        return DrainResult(**vars(done))
 
 
 class CellActivities:
@@ -93,61 +87,40 @@ class CellActivities:
     async def serve_rollout(self, order: CellOrder) -> CellReport:
         """Weights of the desired version into the engine, then the route opens."""
         started, desired = time.monotonic(), order.desired
-        context = self._context(desired)
         async with beating(detail=f"version {desired.version}"), self._order(desired):
             try:
                 await self._engine.wait_ready(min(ENGINE_READY_S, desired.lost_s))
             except EngineLost as error:
                 raise Silent(str(error)) from error
             await self._memory.take_back()
-            serve = ServeRequest(
-                run=context.run,
-                version=desired.version,
-                candidate_ref=desired.candidate_ref,
-                engine_url=self._engine_url,
-            )
+            serve = ServeOrder(cell=order.cell, desired=desired, engine_url=self._engine_url)
             served = await self._presence.while_answering(self._replica.serve(serve))
             incarnation = await self._engine.incarnation()
-            replica = await self._replica.status()
-            route = await self._route(desired, incarnation, served.checksum)
+            route = keys.Route(
+                cell=self._cell,
+                url=self._engine_url,
+                incarnation=incarnation,
+                epoch=desired.epoch,
+                open=True,
+                version=desired.version,
+                weights=served.checksum,
+            )
             try:
                 await set_route(self._services.redis, route)
             except RouteOvertaken as error:
                 raise obsolete(error) from error
-        return CellReport(
-            engine=incarnation,
-            replica=replica.incarnation,
-            checksum=served.checksum,
-            source=served.came_by,
-            seconds=time.monotonic() - started,
-        )
+        return served.model_copy(update={"engine": incarnation, "seconds": time.monotonic() - started})
 
     @activity.defn(name="prepare_training")
     async def prepare_training(self, order: CellOrder) -> CellReport:
         """Free the engine's memory, bring the replica to the step's version; the core with optimizer state."""
         started, desired = time.monotonic(), order.desired
-        context = self._context(desired)
-        running = await demand.running_episodes(self._services.redis, context.run)
+        running = await demand.running_episodes(self._services.redis, desired.of_run.run)
         async with beating(detail=f"step {desired.step}"), self._order(desired):
             incarnation = await self._release_engine()
-            prepare = PrepareRequest(
-                run=context.run,
-                version=desired.version,
-                candidate_ref=desired.candidate_ref,
-                as_core=desired.core,
-                optimizer=context.optimizer,
-                loss=context.loss,
-                fence=desired.fence,
-            )
-            prepared = await self._presence.while_answering(self._replica.prepare(prepare), needs_engine=False)
-            replica = await self._replica.status()
-        return CellReport(
-            engine=incarnation,
-            replica=replica.incarnation,
-            source=prepared.came_by,
-            seconds=time.monotonic() - started,
-            running=running,
-        )
+            prepared = await self._presence.while_answering(self._replica.prepare(order), needs_engine=False)
+        took = time.monotonic() - started
+        return prepared.model_copy(update={"engine": incarnation, "seconds": took, "running": running})
 
     @activity.defn(name="watch_cell")
     async def watch_cell(self, watch: WatchCellInput) -> CellReport:
@@ -192,20 +165,3 @@ class CellActivities:
         except EngineError as error:
             activity.logger.warning("%s: the engine releases nothing: %s", self._cell, error)
             return ""
-
-    async def _route(self, desired: Desired, incarnation: str, weights: str) -> keys.Route:
-        return keys.Route(
-            cell=self._cell,
-            url=self._engine_url,
-            incarnation=incarnation,
-            epoch=desired.epoch,
-            open=True,
-            version=desired.version,
-            weights=weights,
-        )
-
-    @staticmethod
-    def _context(desired: Desired) -> RunContext:
-        if desired.context is None:
-            raise ApplicationError("a cell needs the context of a run to serve or train", non_retryable=True)
-        return desired.context

@@ -214,8 +214,6 @@ class Cell:
         if desired.role == "idle":
             return CellReport(engine=state.engine, replica=state.replica)
         report = await activity_calls.prepare_training(order)
-        if desired.context is None:
-            raise ApplicationError("a cell cannot train without the context of a run", non_retryable=True)
         ready = TrainerReady(
             cell=state.cell,
             incarnation=report.replica,
@@ -223,7 +221,7 @@ class Cell:
             core=desired.core,
             running=report.running,
         )
-        step = workflow.get_external_workflow_handle(names.step_id(desired.context.run, desired.step))
+        step = workflow.get_external_workflow_handle(names.step_id(desired.of_run.run, desired.step))
         try:
             await step.signal("trainer_ready", ready)
         except ApplicationError as error:  # the step is over: the scheduler's next desired state is on its way

@@ -8,20 +8,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from infra.megatron.protocol import Problem
-
-
-class Refused(RuntimeError):
-    """A replica says no: the request does not fit what this incarnation holds, or a sum that it needs is lost."""
-
-    def __init__(self, problem: Problem, status: int = 409) -> None:
-        super().__init__(problem.detail)
-        self.problem = problem
-        self.status = status
+from infra.megatron.protocol import Problem, ReplicaError
 
 
 def check_coverage(micro_steps: Sequence[str], sums: Mapping[str, Sequence[str]]) -> None:
-    """Raises Refused, naming what is missing and what is doubled, unless the sums cover each micro-step exactly once.
+    """Raises ReplicaError, naming what is missing and doubled, unless the sums cover each micro-step exactly once.
 
     ``sums``: incarnation -> the micro-steps that it summed. A micro-step that is not of the step is refused too.
     """
@@ -35,4 +26,4 @@ def check_coverage(micro_steps: Sequence[str], sums: Mapping[str, Sequence[str]]
             f"the sums of {len(sums)} replicas do not cover the step's {len(micro_steps)} micro-steps exactly once: "
             f"missing {list(missing)}, doubled {list(doubled)}, not of this step {list(unknown)}"
         )
-        raise Refused(Problem(detail=detail, missing=missing, doubled=doubled))
+        raise ReplicaError(Problem(detail=detail, missing=missing, doubled=doubled))

@@ -1,32 +1,36 @@
-"""What a training replica's process is asked and answers, and the client that asks it.
+"""How a training replica's process is asked, and what it says when it refuses.
 
-One JSON body per endpoint over the cell's unix socket. Imports neither torch nor Megatron, since workers use it. Every
-call has a deadline; a replica that does not answer (``ReplicaUnavailable``) is told apart from one that says no
-(``ReplicaError``, with what is missing, doubled or lost). What the calls do is in ``infra.megatron.service``.
+One JSON body per endpoint over the cell's unix socket: the orders and answers of ``workflows.contracts.orders``.
+Imports neither torch nor Megatron, since workers use it. Every call has a deadline; a replica that does not answer
+(``ReplicaUnavailable``) is told apart from one that says no (``ReplicaError``, with what is missing, doubled or lost).
+What the calls do is in ``infra.megatron.service``.
 """
 
 from __future__ import annotations
 
 import asyncio
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import TypeVar
 
 import aiohttp
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
-from infra.transfer.manifest import TransferManifest
-from trajectory.config import LossConfig, OptimizerConfig
+from workflows.contracts.configuration import Contract
+from workflows.contracts.orders import (
+    Candidate,
+    CellOrder,
+    CellReport,
+    FinishInput,
+    GradientsInput,
+    GradientSum,
+    ServeOrder,
+    TrainInput,
+    TrainResult,
+)
 
-CameBy = Literal["resident", "transfer", "blob"]
-"""How weights came into a replica."""
 
-
-class Body(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Status(Body):
+class Status(Contract):
     incarnation: str
     """Drawn anew at every start of the process, and when it is fenced."""
     run: str | None
@@ -44,99 +48,12 @@ class Status(Body):
     """The endpoint that is being answered."""
 
 
-class PrepareRequest(Body):
-    run: str
-    version: int
-    as_core: bool
-    """Also hold the optimizer state of that version."""
-    optimizer: OptimizerConfig
-    loss: LossConfig
-    candidate_ref: str
-    """The candidate that is this version; whatever the weights come from, they must have its checksum."""
-    fence: str = ""
-    """An incarnation that was declared lost. If it is this one it forgets its gradient sum and updates, and goes on as
-    another incarnation."""
-
-
-class PrepareResponse(Body):
-    came_by: CameBy
-    seconds: float
-    bytes: int
-    """Moved into this process, optimizer state included."""
-
-
-class TrainRequest(Body):
-    run: str
-    step: int
-    version: int
-    micro_steps: tuple[str, ...]
-
-
-class TrainResponse(Body):
-    incarnation: str
-    stats: dict[str, dict[str, Any]]
-    """Micro-step -> its loss statistics."""
-    seconds: float
-
-
-class GradientsRequest(Body):
-    run: str
-    step: int
-
-
-class PublishedSum(Body):
-    """A replica's gradient sum: what it covers and where to read it."""
-
-    incarnation: str
-    ids: tuple[str, ...]
-    manifest: TransferManifest
-
-
-class FinishRequest(Body):
-    run: str
-    step: int
-    version: int
-    normaliser: float
-    micro_steps: tuple[str, ...]
-    """All micro-steps of the step."""
-    satellites: tuple[PublishedSum, ...] = ()
-    record_gradient: bool = False
-
-
-class FinishResponse(Body):
-    candidate_ref: str
-    version: int
-    grad_norm: float
-    checksum: str
-    seconds: float
-
-
-class PublishRequest(Body):
+class PublishRequest(Contract):
     run: str
     version: int
 
 
-class PublishResponse(Body):
-    incarnation: str
-    checksum: str
-    seconds: float
-
-
-class ServeRequest(Body):
-    run: str
-    version: int
-    candidate_ref: str
-    engine_url: str
-
-
-class ServeResponse(Body):
-    came_by: CameBy
-    checksum: str
-    """Of the weights as the engine holds them."""
-    seconds: float
-
-
-class Problem(Body):
+class Problem(Contract):
     """Why a replica says no."""
 
     detail: str
@@ -149,35 +66,33 @@ class Problem(Body):
 
 
 class ReplicaUnavailable(RuntimeError):
-    """The replica's process did not answer: not started, dead, or past the deadline. The call may have been done."""
+    """The replica's process did not answer: not started, dead, or past the deadline; or it could not store its answer.
+    The call may have been done, and can be repeated."""
 
 
 class ReplicaError(RuntimeError):
-    """The replica answered and said no. ``status`` 409: the request does not fit what it holds; 424: a sum is lost;
-    422: the request is malformed; 500: a fault, described in ``problem.detail``."""
+    """The replica says no; raised in its process and, with ``where`` it was asked, in the one that asks.
 
-    def __init__(self, what: str, status: int, problem: Problem) -> None:
-        super().__init__(f"{what}: {problem.detail}")
-        self.status = status
-        self.problem = problem
+    ``status`` 409: the order does not fit what it holds; 424: a sum is lost; 422: the order is malformed; 500: a fault,
+    described in ``problem.detail``; 503, for the client ``ReplicaUnavailable``: its answer could not be stored.
+    """
+
+    def __init__(self, problem: Problem, status: int = 409, where: str = "") -> None:
+        super().__init__(f"{where}: {problem.detail}" if where else problem.detail)
+        self.problem, self.status = problem, status
 
 
-Answer = TypeVar("Answer", bound=Body)
+Answer = TypeVar("Answer", bound=Contract)
 
 
-class ReplicaClient:
+class ReplicaClient(AbstractAsyncContextManager["ReplicaClient"]):
     """Asks one replica. An async context manager; use from one event loop. Deadlines are in seconds per call."""
 
     def __init__(self, socket: Path) -> None:
         self._socket = socket
         self._session: aiohttp.ClientSession | None = None
 
-    async def __aenter__(self) -> ReplicaClient:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -188,25 +103,27 @@ class ReplicaClient:
     async def status(self, *, deadline: float = 5.0) -> Status:
         return await self._call("GET", "status", None, Status, deadline)
 
-    async def prepare(self, request: PrepareRequest, *, deadline: float = 300.0) -> PrepareResponse:
-        return await self._call("POST", "prepare", request, PrepareResponse, deadline)
+    async def prepare(self, order: CellOrder, *, deadline: float = 300.0) -> CellReport:
+        return await self._call("POST", "prepare", order, CellReport, deadline)
 
-    async def train(self, request: TrainRequest, *, deadline: float = 600.0) -> TrainResponse:
-        return await self._call("POST", "train", request, TrainResponse, deadline)
+    async def train(self, order: TrainInput, *, deadline: float = 600.0) -> TrainResult:
+        return await self._call("POST", "train", order, TrainResult, deadline)
 
-    async def gradients(self, request: GradientsRequest, *, deadline: float = 120.0) -> PublishedSum:
-        return await self._call("POST", "gradients", request, PublishedSum, deadline)
+    async def gradients(self, order: GradientsInput, *, deadline: float = 120.0) -> GradientSum:
+        return await self._call("POST", "gradients", order, GradientSum, deadline)
 
-    async def finish(self, request: FinishRequest, *, deadline: float = 600.0) -> FinishResponse:
-        return await self._call("POST", "finish", request, FinishResponse, deadline)
+    async def finish(self, order: FinishInput, *, deadline: float = 600.0) -> Candidate:
+        return await self._call("POST", "finish", order, Candidate, deadline)
 
-    async def publish(self, request: PublishRequest, *, deadline: float = 120.0) -> PublishResponse:
-        return await self._call("POST", "publish", request, PublishResponse, deadline)
+    async def publish(self, request: PublishRequest, *, deadline: float = 120.0) -> CellReport:
+        return await self._call("POST", "publish", request, CellReport, deadline)
 
-    async def serve(self, request: ServeRequest, *, deadline: float = 300.0) -> ServeResponse:
-        return await self._call("POST", "serve", request, ServeResponse, deadline)
+    async def serve(self, order: ServeOrder, *, deadline: float = 300.0) -> CellReport:
+        return await self._call("POST", "serve", order, CellReport, deadline)
 
-    async def _call(self, method: str, path: str, body: Body | None, answer: type[Answer], deadline: float) -> Answer:
+    async def _call(
+        self, method: str, path: str, body: Contract | None, answer: type[Answer], deadline: float
+    ) -> Answer:
         if self._session is None:
             self._session = aiohttp.ClientSession(connector=aiohttp.UnixConnector(path=str(self._socket)))
         what = f"replica {self._socket.parent.name} /{path}"
@@ -229,4 +146,6 @@ class ReplicaClient:
             problem = Problem.model_validate_json(text)
         except ValidationError:  # not written by the service: a malformed request, refused by the framework
             problem = Problem(detail=f"HTTP {status}: {text[:500]}")
-        raise ReplicaError(what, status, problem)
+        if status == 503:
+            raise ReplicaUnavailable(f"{what}: {problem.detail}")
+        raise ReplicaError(problem, status, what)

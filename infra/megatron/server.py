@@ -20,8 +20,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.middleware.base import RequestResponseEndpoint
 
-from infra.megatron.coverage import Refused
-from infra.megatron.protocol import Problem
+from infra.megatron.protocol import Problem, ReplicaError
 from infra.megatron.replica import Replica
 from infra.megatron.service import ReplicaService
 from infra.settings import Settings
@@ -51,8 +50,8 @@ def make_app(service: ReplicaService) -> FastAPI:
     ):
         app.add_api_route(f"/{endpoint.__name__}", endpoint, methods=["POST"])
 
-    @app.exception_handler(Refused)
-    async def refused(_: Request, error: Refused) -> JSONResponse:
+    @app.exception_handler(ReplicaError)
+    async def refused(_: Request, error: ReplicaError) -> JSONResponse:
         return JSONResponse(error.problem.model_dump(), status_code=error.status)
 
     @app.exception_handler(BlobMissing)

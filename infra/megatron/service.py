@@ -22,10 +22,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeVar
 
+import orjson
 from redis.asyncio import Redis
 from torch import Tensor
 
-from infra.megatron import protocol as p
 from infra.megatron.checkpoint import (
     CandidateFacts,
     CandidateManifest,
@@ -34,16 +34,31 @@ from infra.megatron.checkpoint import (
     load_weights,
     save_candidate,
 )
-from infra.megatron.coverage import Refused, check_coverage
+from infra.megatron.coverage import check_coverage
+from infra.megatron.protocol import Problem, PublishRequest, ReplicaError, Status
 from infra.megatron.replica import Replica
 from infra.sglang.client import EngineClient
 from infra.state import keys
-from infra.state.blobs import BlobStore
+from infra.state.blobs import BlobMissing, BlobStore
 from infra.state.redis import text
 from infra.transfer.endpoint import TensorPublisher, pull
 from infra.transfer.manifest import TransferManifest, checksum
 from infra.transfer.mooncake import MooncakeEndpoint, TransferError
+from trajectory.additive import add_all
 from trajectory.micro_step import MicroStep
+from workflows.contracts.orders import (
+    Candidate,
+    CellOrder,
+    CellReport,
+    Desired,
+    FinishInput,
+    GradientsInput,
+    GradientSum,
+    ReplicaOrder,
+    ServeOrder,
+    TrainInput,
+    TrainResult,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +90,7 @@ class OpenStep:
     version: int
     done: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Micro-step -> its loss statistics, in the order in which they were trained."""
-    published: p.PublishedSum | None = None
+    published: GradientSum | None = None
 
 
 @dataclass(frozen=True)
@@ -84,7 +99,7 @@ class Update:
 
     facts: CandidateFacts
     gradient: dict[str, Tensor] | None
-    answer: p.FinishResponse | None = None
+    answer: Candidate | None = None
 
 
 @dataclass(frozen=True)
@@ -115,9 +130,9 @@ class ReplicaService:
         self._source: Source | None = None
         self._resident_bytes = replica.resident_bytes()
 
-    async def status(self) -> p.Status:
+    async def status(self) -> Status:
         held, optimizer, opened = self._held, self._optimizer, self._open
-        return p.Status(
+        return Status(
             incarnation=self.incarnation,
             run=held.run if held else None,
             version=held.version if held else -1,
@@ -128,30 +143,31 @@ class ReplicaService:
             busy=self._busy,
         )
 
-    async def prepare(self, request: p.PrepareRequest) -> p.PrepareResponse:
+    async def prepare(self, order: CellOrder) -> CellReport:
+        desired = order.desired
+        context = desired.of_run
         async with self._alone("prepare") as started:
-            if request.fence == self.incarnation:
+            if desired.fence == self.incarnation:
                 await self._begin_anew()
             opened = self._open
-            if opened and opened.run == request.run and opened.done and self._replica.loss != request.loss:
+            if opened and opened.run == context.run and opened.done and self._replica.loss != context.loss:
                 raise _refused(f"the gradient sum of step {opened.step} was begun with another loss")
-            if self._replica.optimizer != request.optimizer:
+            if self._replica.optimizer != context.optimizer:
                 self._optimizer = None
-            await self._torch(self._replica.configure, request.optimizer, request.loss)
-            came_by, moved = await self._hold(request.run, request.version, request.candidate_ref)
-            if request.as_core and self._optimizer != self._held:
-                manifest = await self._candidate(request.run, request.version, request.candidate_ref)
+            await self._torch(self._replica.configure, context.optimizer, context.loss)
+            held, source = await self._hold(desired)
+            if desired.core and self._optimizer != held:
+                manifest = await self._candidate(desired)
                 state = await asyncio.to_thread(load_optimizer, self._blobs, manifest)
                 await self._torch(self._replica.load_optimizer, state)
-                self._optimizer = self._held
-                moved += _bytes(state)
-            return p.PrepareResponse(came_by=came_by, seconds=time.monotonic() - started, bytes=moved)
+                self._optimizer = held
+            return self._report(held.checksum, started, source)
 
-    async def train(self, request: p.TrainRequest) -> p.TrainResponse:
-        async with self._alone("train") as started:
-            self._require_held(request.run, request.version)
-            opened = await self._open_step(request.run, request.step, request.version)
-            for ref in request.micro_steps:
+    async def train(self, order: TrainInput) -> TrainResult:
+        async with self._alone("train", order) as started:
+            self._require_held(order.run, order.version)
+            opened = await self._open_step(order.run, order.step, order.version)
+            for ref in order.micro_steps:
                 if ref in opened.done:
                     continue
                 await self._withdraw_sum()  # what others may read is no longer this replica's sum
@@ -161,33 +177,35 @@ class ReplicaService:
                 finally:
                     if self._replica.step is None:  # a backward pass failed half way: the whole sum is lost
                         self._open = None
-            stats = {ref: opened.done[ref] for ref in request.micro_steps}
-            return p.TrainResponse(incarnation=self.incarnation, stats=stats, seconds=time.monotonic() - started)
+            stats = {ref: opened.done[ref] for ref in order.micro_steps}
+            seconds = time.monotonic() - started
+            numbers = {name: n for name, n in add_all(stats.values()).items() if not isinstance(n, dict)}
+            return TrainResult(seconds=seconds, stats=numbers, stats_ref=await self._store(orjson.dumps(stats)))
 
-    async def gradients(self, request: p.GradientsRequest) -> p.PublishedSum:
-        async with self._alone("gradients"):
+    async def gradients(self, order: GradientsInput) -> GradientSum:
+        async with self._alone("gradients", order):
             opened = self._open
-            if opened is None or (opened.run, opened.step) != (request.run, request.step):
-                raise _refused(f"no gradient sum of step {request.step} of run {request.run} is held")
+            if opened is None or (opened.run, opened.step) != (order.run, order.step):
+                raise _refused(f"no gradient sum of step {order.step} of run {order.run} is held")
             if opened.published is None:
                 gradient = await self._torch(self._replica.gradient)
                 manifest = await asyncio.to_thread(self._publisher.publish, _sum_name(opened), gradient)
-                opened.published = p.PublishedSum(
-                    incarnation=self.incarnation, ids=tuple(opened.done), manifest=manifest
+                opened.published = GradientSum(
+                    cell=order.cell,
+                    incarnation=self.incarnation,
+                    micro_steps=list(opened.done),
+                    manifest_ref=await self._store(manifest.model_dump_json().encode()),
                 )
             return opened.published
 
-    async def finish(self, request: p.FinishRequest) -> p.FinishResponse:
-        async with self._alone("finish") as started:
+    async def finish(self, order: FinishInput) -> Candidate:
+        async with self._alone("finish", order):
             made = self._update
-            if made is None or (made.facts.run, made.facts.step) != (request.run, request.step):
-                made = await self._make_update(request)
-            if made.answer is None:
-                made = await self._save(made, started)
-            assert made.answer is not None
-            return made.answer
+            if made is None or (made.facts.run, made.facts.step) != (order.run, order.step):
+                made = await self._make_update(order)
+            return made.answer or await self._save(made)
 
-    async def publish(self, request: p.PublishRequest) -> p.PublishResponse:
+    async def publish(self, request: PublishRequest) -> CellReport:
         async with self._alone("publish") as started:
             held = self._require_held(request.run, request.version)
             before = self._source
@@ -202,21 +220,19 @@ class ReplicaService:
             key = keys.weights(held.run, held.version)
             await self._redis.hset(key, self.incarnation, before.manifest.model_dump_json())
             await self._redis.expire(key, MANIFEST_TTL_S)
-            return p.PublishResponse(
-                incarnation=self.incarnation, checksum=held.checksum, seconds=time.monotonic() - started
-            )
+            return self._report(held.checksum, started)
 
-    async def serve(self, request: p.ServeRequest) -> p.ServeResponse:
+    async def serve(self, order: ServeOrder) -> CellReport:
         async with self._alone("serve") as started:
-            came_by, _ = await self._hold(request.run, request.version, request.candidate_ref)
+            _, source = await self._hold(order.desired)
             weights = await self._torch(self._replica.weights)
             shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-            engine = EngineClient(request.engine_url, vocab_size=self._replica.shape.vocab, weight_shapes=shapes)
+            engine = EngineClient(order.engine_url, vocab_size=self._replica.shape.vocab, weight_shapes=shapes)
             try:
-                digest = await engine.update_weights(weights, request.version)
+                digest = await engine.update_weights(weights, order.desired.version)
             finally:
                 await engine.close()
-            return p.ServeResponse(came_by=came_by, checksum=digest, seconds=time.monotonic() - started)
+            return self._report(digest, started, source)
 
     async def close(self) -> None:
         """Withdraw the weights that this process offers to others."""
@@ -238,27 +254,28 @@ class ReplicaService:
         self._source = None
         await asyncio.to_thread(self._publisher.withdraw, source.name)
 
-    async def _hold(self, run: str, version: int, ref: str) -> tuple[p.CameBy, int]:
-        """Make the held weights those of a candidate, whatever they are now; gradient sums stay."""
-        manifest = await self._candidate(run, version, ref)
-        wanted = Held(run, version, manifest.checksum, ref)
-        came_by: p.CameBy = "resident"
-        moved = 0
-        if self._held is None or self._held.checksum != wanted.checksum:
+    async def _hold(self, desired: Desired) -> tuple[Held, str]:
+        """Make the held weights those of a candidate, whatever they are now; gradient sums stay.
+
+        Also returns how they came (`CellReport.source`).
+        """
+        manifest = await self._candidate(desired)
+        run, version, source = desired.of_run.run, desired.version, "resident"
+        if self._held is None or self._held.checksum != manifest.checksum:
             weights = await self._from_peers(run, version, manifest.checksum)
-            came_by = "transfer" if weights is not None else "blob"
+            source = "transfer" if weights is not None else "blob"
             if weights is None:
                 weights = await asyncio.to_thread(load_weights, self._blobs, manifest)
             self._held = None  # until the next line has succeeded it is neither
             if self._update is not None and self._update.answer is None:
                 self._update = None  # never saved, and now its weights go: its step may begin anew
             await self._torch(self._replica.load, weights, version)
-            moved = _bytes(weights)
         self._replica.version = version  # the same weights may be two versions: an update without a gradient
-        self._held = wanted
-        return came_by, moved
+        self._held = Held(run, version, manifest.checksum, desired.candidate_ref)
+        return self._held, source
 
-    async def _candidate(self, run: str, version: int, ref: str) -> CandidateManifest:
+    async def _candidate(self, desired: Desired) -> CandidateManifest:
+        run, version, ref = desired.of_run.run, desired.version, desired.candidate_ref
         manifest = await asyncio.to_thread(load_candidate, self._blobs, ref)
         if (manifest.run, manifest.version) != (run, version):
             raise _refused(
@@ -311,32 +328,32 @@ class ReplicaService:
             await asyncio.to_thread(self._publisher.withdraw, _sum_name(self._open))
             self._open.published = None
 
-    async def _make_update(self, request: p.FinishRequest) -> Update:
-        base = self._require_held(request.run, request.version)
+    async def _make_update(self, order: FinishInput) -> Update:
+        base = self._require_held(order.run, order.version)
         if self._optimizer != base:
-            raise _refused(f"not prepared as core: the optimizer state of version {request.version} is not held")
-        opened = await self._open_step(request.run, request.step, request.version)
-        satellites = sorted(request.satellites, key=lambda satellite: satellite.incarnation)
-        claims = {satellite.incarnation: satellite.ids for satellite in satellites}
+            raise _refused(f"not prepared as core: the optimizer state of version {order.version} is not held")
+        opened = await self._open_step(order.run, order.step, order.version)
+        satellites = sorted(order.satellites, key=lambda satellite: satellite.incarnation)
+        claims = {satellite.incarnation: tuple(satellite.micro_steps) for satellite in satellites}
         if len(claims) < len(satellites) or self.incarnation in claims:
             raise _refused("an incarnation gives more than one sum")
         claims[self.incarnation] = tuple(opened.done)
-        check_coverage(request.micro_steps, claims)
+        check_coverage(order.micro_steps, claims)
         sums = [await self._pull_sum(satellite) for satellite in satellites]
         try:
-            norm, gradient = await self._torch(self._replica.combine, sums, request.normaliser, request.record_gradient)
+            norm, gradient = await self._torch(self._replica.combine, sums, order.normaliser, order.record_gradient)
         finally:
             if self._replica.step is None:  # the sum has become the update, or was spoilt
                 self._open = None
         facts = CandidateFacts(
-            run=request.run,
-            step=request.step,
-            version=request.version + 1,
-            base_version=request.version,
+            run=order.run,
+            step=order.step,
+            version=order.version + 1,
+            base_version=order.version,
             base_ref=base.candidate_ref,
-            micro_steps=request.micro_steps,
+            micro_steps=tuple(order.micro_steps),
             claims=claims,
-            normaliser=request.normaliser,
+            normaliser=order.normaliser,
             grad_norm=norm,
             optimizer=self._replica.optimizer,
             loss=self._replica.loss,
@@ -345,34 +362,49 @@ class ReplicaService:
         self._update = Update(facts, gradient)
         return self._update
 
-    async def _pull_sum(self, satellite: p.PublishedSum) -> dict[str, Tensor]:
+    async def _pull_sum(self, satellite: GradientSum) -> dict[str, Tensor]:
         try:
-            return await asyncio.to_thread(pull, self._endpoint, satellite.manifest, deadline_s=PULL_DEADLINE_S)
-        except TransferError as error:
+            manifest = TransferManifest.model_validate_json(
+                await asyncio.to_thread(self._blobs.get, satellite.manifest_ref)
+            )
+            return await asyncio.to_thread(pull, self._endpoint, manifest, deadline_s=PULL_DEADLINE_S)
+        except (BlobMissing, TransferError) as error:
             detail = f"the gradient sum of incarnation {satellite.incarnation} could not be read: {error}"
-            raise Refused(p.Problem(detail=detail, lost=(satellite.incarnation,)), status=424) from error
+            raise ReplicaError(Problem(detail=detail, lost=(satellite.incarnation,)), status=424) from error
 
-    async def _save(self, made: Update, started: float) -> Update:
+    async def _save(self, made: Update) -> Candidate:
         """Put the candidate of an update; when that fails the update stays, and the next ``finish`` tries again."""
+        facts = made.facts
         weights = await self._torch(self._replica.weights)
         state = await self._torch(self._replica.optimizer_tensors)
-        ref = await asyncio.to_thread(save_candidate, self._blobs, made.facts, weights, state, made.gradient)
+        ref = await asyncio.to_thread(save_candidate, self._blobs, facts, weights, state, made.gradient)
         digest = checksum(weights)
-        self._held = self._optimizer = Held(made.facts.run, made.facts.version, digest, ref)
-        answer = p.FinishResponse(
-            candidate_ref=ref,
-            version=made.facts.version,
-            grad_norm=made.facts.grad_norm,
-            checksum=digest,
-            seconds=time.monotonic() - started,
-        )
+        self._held = self._optimizer = Held(facts.run, facts.version, digest, ref)
+        answer = Candidate(ref=ref, version=facts.version, grad_norm=facts.grad_norm, checksum=digest)
         self._update = replace(made, gradient=None, answer=answer)
-        return self._update
+        return answer
+
+    def _report(self, checksum: str, started: float, source: str = "") -> CellReport:
+        seconds = time.monotonic() - started
+        return CellReport(engine="", replica=self.incarnation, checksum=checksum, source=source, seconds=seconds)
+
+    async def _store(self, data: bytes) -> str:
+        """The reference of a blob. Raises the ReplicaError after which the order is given again."""
+        try:
+            return await asyncio.to_thread(self._blobs.put, data)
+        except Exception as error:  # whatever the store raises: nothing of the sum is lost by it
+            detail = f"the answer could not be stored: {type(error).__name__}: {error}"
+            raise ReplicaError(Problem(detail=detail), status=503) from error
 
     @asynccontextmanager
-    async def _alone(self, name: str) -> AsyncIterator[float]:
-        """Wait for the request that is being answered; yields the start of this one (monotonic seconds)."""
+    async def _alone(self, name: str, order: ReplicaOrder | None = None) -> AsyncIterator[float]:
+        """Wait for the request that is being answered; yields the start of this one (monotonic seconds).
+
+        An order to another incarnation is refused: what that one summed is not here.
+        """
         async with self._lock:
+            if order is not None and order.incarnation != self.incarnation:
+                raise _refused(f"the order is for replica {order.incarnation}, but {self.incarnation} is here")
             self._busy = name
             try:
                 yield time.monotonic()
@@ -384,13 +416,9 @@ class ReplicaService:
         return await asyncio.get_running_loop().run_in_executor(self._torch_thread, work, *args)
 
 
-def _refused(detail: str) -> Refused:
-    return Refused(p.Problem(detail=detail))
+def _refused(detail: str) -> ReplicaError:
+    return ReplicaError(Problem(detail=detail))
 
 
 def _sum_name(opened: OpenStep) -> str:
     return f"gradient/{opened.run}/{opened.step}"
-
-
-def _bytes(tensors: dict[str, Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

@@ -20,12 +20,12 @@ from activities import presence
 from activities.cells import CellActivities
 from activities.presence import Presence, Silent
 from activities.services import Services
-from infra.megatron.protocol import ReplicaClient, TrainRequest
+from infra.megatron.protocol import ReplicaClient
 from infra.settings import Settings
 from infra.state.keys import Route
 from infra.state.routes import get_route, set_route
 from trajectory.config import LossConfig, OptimizerConfig
-from workflows.contracts.orders import CellOrder, Desired, RunContext
+from workflows.contracts.orders import CellOrder, Desired, RunContext, TrainInput
 
 STAND_IN = """
 import asyncio, sys
@@ -37,7 +37,7 @@ async def status(request):
 
 async def train(request):
     await asyncio.sleep(1.5)
-    return web.json_response(dict(incarnation="i", stats={}, seconds=1.5))
+    return web.json_response(dict(stats={}, seconds=1.5))
 
 app = web.Application()
 app.add_routes([web.get("/status", status), web.post("/train", train)])
@@ -45,7 +45,7 @@ web.run_app(app, path=sys.argv[1], print=None)
 """
 """Stands in for a replica: it trains for 1.5 s, and answers looks meanwhile."""
 
-CLAIM = TrainRequest(run="r", step=1, version=0, micro_steps=())
+CLAIM = TrainInput(cell="cell-0", incarnation="i", run="r", step=1, version=0, micro_steps=[])
 
 
 @pytest.fixture

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.megatron.coverage import Refused, check_coverage
+from infra.megatron.coverage import check_coverage
+from infra.megatron.protocol import ReplicaError
 
 REFS = [f"m{i}" for i in range(8)]
 
@@ -24,12 +25,12 @@ def test_anything_else_is_refused_and_names_what_is_missing_and_doubled(sums: di
     if not missing and not doubled:
         check_coverage(REFS, sums)
         return
-    with pytest.raises(Refused) as refusal:
+    with pytest.raises(ReplicaError) as refusal:
         check_coverage(REFS, sums)
     assert set(refusal.value.problem.missing) == missing
     assert set(refusal.value.problem.doubled) == doubled
 
 
 def test_a_micro_step_of_another_step_is_refused() -> None:
-    with pytest.raises(Refused, match="not of this step"):
+    with pytest.raises(ReplicaError, match="not of this step"):
         check_coverage(REFS, {"a": [*REFS, "stranger"]})

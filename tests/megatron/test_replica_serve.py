@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from infra.megatron import protocol as p
 from infra.megatron.checkpoint import CandidateFacts, initial_candidate, load_candidate, load_weights, save_candidate
 from infra.megatron.model.model import target_logprobs
 from infra.megatron.model.pack import Runs
@@ -23,6 +22,7 @@ from infra.sglang.generation import GenerateRequest
 from infra.sglang.launch import engine_command, engine_environment
 from infra.state.blobs import BlobStore
 from trajectory.config import LossConfig, OptimizerConfig
+from workflows.contracts.orders import CellOrder, Desired, FinishInput, RunContext, ServeOrder, TrainInput
 
 pytestmark = pytest.mark.stack
 
@@ -53,19 +53,21 @@ async def test_an_engine_takes_served_weights_and_the_open_steps_sum_survives(
     facts = first.model_dump(exclude={"weights_ref", "checksum", "optimizer_ref", "gradient_ref"})
     newer_ref = save_candidate(blobs, CandidateFacts(**(facts | {"version": 1})), newer, {})
     refs = put_micro_steps(blobs, 2, 5)
-    prepare = p.PrepareRequest(
-        run=run, version=0, as_core=True, optimizer=OptimizerConfig(), loss=LossConfig(), candidate_ref=base
-    )
+    context = RunContext(run=run, policy="policy", optimizer=OptimizerConfig(), loss=LossConfig())
+    desired = Desired(epoch=1, role="train", core=True, candidate_ref=base, context=context)
+    prepare = CellOrder(cell="cell-0", desired=desired)
     cells.start("cell-0")
     core = await cells.ready("cell-0")
-    await core.prepare(prepare)
-    await core.train(p.TrainRequest(run=run, step=0, version=0, micro_steps=refs))
+    prepared = await core.prepare(prepare)
+    order = {"cell": "cell-0", "incarnation": prepared.replica, "run": run, "step": 0, "version": 0}
+    await core.train(TrainInput(**order, micro_steps=list(refs)))
 
     engine = EngineClient(engine_url, vocab_size=160)
     await engine.wait_ready(120)
     checksums = []
     for version, ref in ((0, base), (1, newer_ref), (0, base), (1, newer_ref)):
-        served = await core.serve(p.ServeRequest(run=run, version=version, candidate_ref=ref, engine_url=engine_url))
+        serves = desired.model_copy(update={"role": "rollout", "version": version, "candidate_ref": ref})
+        served = await core.serve(ServeOrder(cell="cell-0", desired=serves, engine_url=engine_url))
         assert await engine.weight_version() == version
         checksums.append(served.checksum)
     assert checksums[0] == checksums[2] != checksums[1] == checksums[3]
@@ -84,7 +86,8 @@ async def test_an_engine_takes_served_weights_and_the_open_steps_sum_survives(
     await engine.close()
 
     assert (await core.status()).done == refs
-    assert (await core.prepare(prepare)).came_by == "blob"
-    finished = await core.finish(p.FinishRequest(run=run, step=0, version=0, normaliser=4, micro_steps=refs))
+    assert (await core.prepare(prepare)).source == "blob"
+    finish = FinishInput(**order, normaliser=4, micro_steps=list(refs), satellites=[], record_gradient=False)
+    finished = await core.finish(finish)
     assert finished.version == 1 and finished.grad_norm > 0
     await core.close()

@@ -1,6 +1,8 @@
 """What the scheduler, the cells and a step's trainers say to each other: desired states, orders, gradient sums.
 
-Part of the contracts (`workflows.contracts.results`): frozen, unknown keys refused, references and scalars only.
+Part of the contracts (`workflows.contracts.results`): frozen, unknown keys refused, references and scalars only. An
+order is one type all the way: what the step or the cell orders is what the replica's process takes
+(`infra.megatron.service`), and its answer comes back as it is.
 """
 
 from __future__ import annotations
@@ -45,6 +47,13 @@ class Desired(Contract):
     """Pool whose scheduler hears how long the switch took, and when the cell is lost."""
     lost_s: float = 90.0
     """Seconds after which the cell counts as lost when a part of it doesn't answer."""
+
+    @property
+    def of_run(self) -> RunContext:
+        """What a cell can't serve or train without. Raises ValueError when it isn't there."""
+        if self.context is None:
+            raise ValueError("a cell needs the context of a run to serve or train")
+        return self.context
 
 
 class DrainInput(Contract):
@@ -202,11 +211,16 @@ class StepFinished(Contract):
     error: str = ""
 
 
-class TrainInput(Contract):
+class ReplicaOrder(Contract):
+    """To one incarnation of a replica about the gradient sum of one step; any other incarnation refuses it."""
+
     cell: str
     incarnation: str
     run: str
     step: int
+
+
+class TrainInput(ReplicaOrder):
     version: int
     micro_steps: list[str]
 
@@ -218,11 +232,8 @@ class TrainResult(Contract):
     """Blob with the full loss statistics of every micro-step of the claim, by its reference."""
 
 
-class GradientsInput(Contract):
-    cell: str
-    incarnation: str
-    run: str
-    step: int
+class GradientsInput(ReplicaOrder):
+    pass
 
 
 class GradientSum(Contract):
@@ -234,16 +245,13 @@ class GradientSum(Contract):
     manifest_ref: str
 
 
-class FinishInput(Contract):
-    cell: str
-    incarnation: str
-    run: str
-    step: int
+class FinishInput(ReplicaOrder):
     version: int
     normaliser: int
     """N: valid episodes of the step, or with the reduction `tokens` their target tokens; groups without gradient
     included."""
     micro_steps: list[str]
+    """All micro-steps of the step."""
     satellites: list[GradientSum]
     record_gradient: bool
 
@@ -289,12 +297,18 @@ class CellOrder(Contract):
     desired: Desired
 
 
+class ServeOrder(CellOrder):
+    engine_url: str
+    """Engine of the cell that takes the weights."""
+
+
 class CellReport(Contract):
     engine: str
     replica: str
     checksum: str = ""
+    """Of the weights that the engine serves, or that the replica holds."""
     source: str = ""
-    """How the weights came: `resident`, `transfer` or `blob`."""
+    """How the weights came into the replica: `resident`, `transfer` or `blob`."""
     seconds: float = 0.0
     running: int = 0
     """Episodes of the run that ran when the cell had left rollout."""
