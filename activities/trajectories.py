@@ -19,13 +19,11 @@ from infra.state import keys
 from infra.state.record_names import seal_name
 from infra.state.redis import as_bytes
 from trajectory.process import EpisodeInput, process_group
-from trajectory.records import CallRecord, RecordError, decode_chain
+from trajectory.records import MOVED, CallRecord, RecordError, decode_chain
 from trajectory.seal import seal
 from trajectory.tree import EpisodeTree
 from workflows.contracts.results import EpisodeResult, GroupResult, MicroStepRef, Outcome, ProcessInput
 
-MOVED = ("moved_tokens", "moved_from_store", "moved_recomputed", "moved_bytes")
-"""Sums over call records that a group's result has under the same names."""
 KEEP_RECORDS_S = 7 * 24 * 3600
 """Seconds for which an episode stays in Redis after it was sealed to the blob store."""
 

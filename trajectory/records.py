@@ -26,6 +26,8 @@ Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
 
 FIRST_HASH: Final = "0" * 32
+MOVED: Final = ("moved_tokens", "moved_from_store", "moved_recomputed", "moved_bytes")
+"""Fields of a record that count what a moved call took along; they are summed under the same names."""
 
 
 class RecordError(ValueError):

@@ -12,26 +12,27 @@ from __future__ import annotations
 from datetime import timedelta
 from functools import partial
 
-from pydantic import BaseModel
 from temporalio import exceptions, workflow
 from temporalio.exceptions import ActivityError, ApplicationError
 
 with workflow.unsafe.imports_passed_through():
     from workflows import activity_calls, names
+    from workflows.contracts.configuration import shared
     from workflows.contracts.orders import (
+        CellFacts,
         CellLost,
         CellOrder,
         CellReport,
         CellStatus,
         Desired,
         DrainInput,
-        DrainResult,
         ReachCellInput,
         Switched,
         TrainerReady,
         WatchCellInput,
     )
     from workflows.group import cause_of
+    from workflows.signals import tell
 
 BACKOFF_S = (1, 2, 5, 10)
 HOPELESS = 8
@@ -40,36 +41,19 @@ RETURN_S = (0, 5, 10, 30)
 """Seconds before a cell that was lost is asked again, by how often in a row it was lost."""
 
 
-class CellState(BaseModel):
+class CellState(CellFacts):
     """Everything that the cell knows; carried whole across continue-as-new."""
 
-    cell: str
     desired: Desired = Desired(epoch=0, role="idle")
-    holds: bool = True
-    """The desired state has been reached, as far as is known."""
-    engine: str = ""
-    replica: str = ""
     role: str = "idle"
-    version: int = -1
-    failures: int = 0
-    error: str = ""
+    """The one that it is in."""
     switches: int = 0
     history_limit: int = 4000
     """Events after which the workflow continues as new."""
-    last_switch_s: float = 0.0
-    last_drain: DrainResult | None = None
-    draining_s: float | None = None
-    """Seconds that the drain under way may wait for calls to end; None: none is under way, or it waits for nothing."""
-    wanted_at: str = ""
-    reached_at: str = ""
-    again_at: str = ""
-    """As in `CellStatus`."""
     pool: str = ""
     """Pool whose scheduler hears that the cell is here, when its workflow starts; empty: nobody."""
     suspect: bool = False
     """A part was silent or an order failed: all parts must answer before the next order."""
-    lost: str = ""
-    """Why the cell is lost; empty while it isn't."""
     losses: int = 0
     """How often in a row it was lost without having held a role in between."""
 
@@ -84,7 +68,7 @@ class Cell:
     async def run(self, state: CellState) -> None:
         if self.state.pool:  # a scheduler that looked for this workflow in vain counts the cell as lost
             pool, self.state.pool = self.state.pool, ""
-            await self._tell_scheduler(pool, "cell_back", self.state.cell)
+            await tell(names.scheduler_id(pool), "cell_back", self.state.cell)
         while workflow.info().get_current_history_length() < self.state.history_limit:
             self._describe()
             if self.state.lost:
@@ -116,25 +100,9 @@ class Cell:
     def status(self) -> CellStatus:
         state = self.state
         return CellStatus(
-            cell=state.cell,
-            role=state.desired.role,
-            step=state.desired.step,
-            version=state.version,
-            epoch=state.desired.epoch,
-            engine=state.engine,
-            replica=state.replica,
-            error=state.error,
-            last_switch_s=state.last_switch_s,
-            last_drain=state.last_drain,
-            draining_s=state.draining_s,
-            lost=state.lost,
+            **shared(state, CellFacts),
+            **{name: getattr(state.desired, name) for name in ("role", "step", "epoch", "reason")},
             actual=state.role,
-            holds=state.holds,
-            failures=state.failures,
-            wanted_at=state.wanted_at,
-            reached_at=state.reached_at,
-            again_at=state.again_at,
-            reason=state.desired.reason,
         )
 
     async def _reconcile(self) -> None:
@@ -175,15 +143,11 @@ class Cell:
         state.holds = state.desired is desired
         state.reached_at = workflow.now().isoformat()
         if switched and desired.pool:
-            await self._tell_scheduler(
-                desired.pool, "switched", Switched(cell=state.cell, to=desired.role, seconds=state.last_switch_s)
+            await tell(
+                names.scheduler_id(desired.pool),
+                "switched",
+                Switched(cell=state.cell, to=desired.role, seconds=state.last_switch_s),
             )
-
-    async def _tell_scheduler(self, pool: str, signal: str, message: Switched | CellLost | str) -> None:
-        try:
-            await workflow.get_external_workflow_handle(names.scheduler_id(pool)).signal(signal, message)
-        except ApplicationError as error:
-            workflow.logger.warning("nobody hears %s of %s: %s", signal, self.state.cell, error)
 
     async def _drain(self, desired: Desired) -> bool:
         """Until no call runs on the cell; False when another state is desired before that."""
@@ -221,12 +185,8 @@ class Cell:
             core=desired.core,
             running=report.running,
         )
-        step = workflow.get_external_workflow_handle(names.step_id(desired.of_run.run, desired.step))
-        try:
-            await step.signal("trainer_ready", ready)
-        except ApplicationError as error:  # the step is over: the scheduler's next desired state is on its way
-            workflow.logger.info("step %s no longer takes trainers: %s", desired.step, error)
-        return report
+        await tell(names.step_id(desired.of_run.run, desired.step), "trainer_ready", ready)
+        return report  # where the step is over, the scheduler's next desired state is on its way
 
     async def _watch(self) -> None:
         state = self.state
@@ -275,7 +235,7 @@ class Cell:
         state.role, state.version, state.holds, state.suspect = "idle", -1, False, True
         self._describe()
         if state.desired.pool:
-            await self._tell_scheduler(state.desired.pool, "cell_lost", CellLost(cell=state.cell, reason=reason))
+            await tell(names.scheduler_id(state.desired.pool), "cell_lost", CellLost(cell=state.cell, reason=reason))
 
     async def _await_return(self) -> None:
         """Lost: the route stays closed, whatever is desired, until every part answers."""
@@ -289,7 +249,7 @@ class Cell:
             drain = activity_calls.drain_cell(DrainInput(cell=state.cell, epoch=desired.epoch))
             if desired is not told and desired.role != "idle" and desired.pool:  # it doesn't know, or no longer
                 lost = CellLost(cell=state.cell, reason=state.lost)
-                await self._tell_scheduler(desired.pool, "cell_lost", lost)
+                await tell(names.scheduler_id(desired.pool), "cell_lost", lost)
             await workflow.wait_condition(partial(self._returns_or_changes, reach, desired))
             activity_calls.abandon(drain)
         try:
@@ -300,7 +260,7 @@ class Cell:
         state.lost, state.error, state.suspect = "", "", False
         pool = state.desired.pool or told.pool
         if pool:
-            await self._tell_scheduler(pool, "cell_back", state.cell)
+            await tell(names.scheduler_id(pool), "cell_back", state.cell)
 
     def _returns_or_changes(self, reach: workflow.ActivityHandle[CellReport], desired: Desired) -> bool:
         return reach.done() or self.state.desired is not desired

@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 
 from temporalio import workflow
-from temporalio.common import SearchAttributeKey
 from temporalio.exceptions import ActivityError, ApplicationError, CancelledError, is_cancelled_exception
 
 with workflow.unsafe.imports_passed_through():
     from workflows import activity_calls, names
+    from workflows.contracts.configuration import EpisodeConfig, shared
     from workflows.contracts.results import (
         EpisodeExit,
         EpisodeInput,
@@ -24,12 +24,6 @@ with workflow.unsafe.imports_passed_through():
         Outcome,
         ProcessInput,
     )
-
-
-GYRE_RUN = SearchAttributeKey.for_keyword("GyreRun")
-GYRE_STEP = SearchAttributeKey.for_int("GyreStep")
-GYRE_OUTCOME = SearchAttributeKey.for_keyword("GyreOutcome")
-GYRE_REWARD = SearchAttributeKey.for_float("GyreReward")
 
 
 def cause_of(error: ActivityError) -> str:
@@ -81,10 +75,10 @@ class Group:
         outcomes = sorted({episode.outcome.value for episode in episodes} - {Outcome.COMPLETED.value})
         workflow.upsert_search_attributes(
             [
-                GYRE_RUN.value_set(group.config.name),
-                GYRE_STEP.value_set(group.step),
-                GYRE_OUTCOME.value_set(", ".join(outcomes) or Outcome.COMPLETED.value),
-                GYRE_REWARD.value_set(sum(rewards) / len(rewards) if rewards else 0.0),
+                names.GYRE_RUN.value_set(group.config.name),
+                names.GYRE_STEP.value_set(group.step),
+                names.GYRE_OUTCOME.value_set(", ".join(outcomes) or Outcome.COMPLETED.value),
+                names.GYRE_REWARD.value_set(sum(rewards) / len(rewards) if rewards else 0.0),
             ]
         )
         self._describe("done")
@@ -110,13 +104,9 @@ class Group:
             index=index,
             task_set=self._task_set(),
             task=group.task,
-            harness=group.config.harness,
-            restarts=group.config.restarts,
             min_version=group.oldest_version,
             max_version=group.version,
-            sampling=group.config.sampling,
-            budget=group.config.budget,
-            restart=group.config.restart,
+            **shared(group.config, EpisodeConfig),
         )
         try:
             ended = await activity_calls.run_episode(episode, f"{name} · {group.config.harness}")

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from temporalio.common import SearchAttributeKey
+
 CONTROL_QUEUE = "gyre.control"
 HARNESS_QUEUE = "gyre.harness"
 GRADE_QUEUE = "gyre.grade"
 TRAJECTORY_QUEUE = "gyre.trajectory"
 
+GYRE_RUN = SearchAttributeKey.for_keyword("GyreRun")
+GYRE_STEP = SearchAttributeKey.for_int("GyreStep")
+GYRE_PHASE = SearchAttributeKey.for_keyword("GyrePhase")
+GYRE_OUTCOME = SearchAttributeKey.for_keyword("GyreOutcome")
+GYRE_REWARD = SearchAttributeKey.for_float("GyreReward")
+
 SEARCH_ATTRIBUTES = {
-    "GyreRun": "Keyword",
-    "GyreStep": "Int",
-    "GyrePhase": "Keyword",
-    "GyreOutcome": "Keyword",
-    "GyreReward": "Double",
+    GYRE_RUN.name: "Keyword",
+    GYRE_STEP.name: "Int",
+    GYRE_PHASE.name: "Keyword",
+    GYRE_OUTCOME.name: "Keyword",
+    GYRE_REWARD.name: "Double",
 }
 """Search attribute -> Temporal type; registered by `gyre up`, checked by `gyre doctor`."""
 

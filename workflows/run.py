@@ -14,15 +14,15 @@ from datetime import timedelta
 
 from pydantic import BaseModel
 from temporalio import workflow
-from temporalio.common import SearchAttributeKey, WorkflowIDReusePolicy
+from temporalio.common import WorkflowIDReusePolicy
 from temporalio.exceptions import ApplicationError, is_cancelled_exception
 
 with workflow.unsafe.imports_passed_through():
     from workflows import activity_calls, names
-    from workflows.cancellation import heed_cancellation
     from workflows.contracts.configuration import RunConfig
     from workflows.contracts.orders import LeaseRequest, RunContext, StepFinished
     from workflows.contracts.results import PauseRequest, RunFacts, RunStatus, StepInput, StepResult, SubmitStep
+    from workflows.signals import heed_cancellation, tell
     from workflows.step import Step
 
 RECONCILE = timedelta(seconds=60)
@@ -30,9 +30,6 @@ ASK_AGAIN, ASK_AGAIN_AT_LAST = timedelta(seconds=60), timedelta(hours=1)
 """How long a run waits for the pool before it asks again: at first, and at most."""
 KEPT_RESULTS = 512
 KEPT_REQUESTS = 256
-
-GYRE_RUN = SearchAttributeKey.for_keyword("GyreRun")
-GYRE_PHASE = SearchAttributeKey.for_keyword("GyrePhase")
 
 
 class OpenedStep(BaseModel):
@@ -83,7 +80,9 @@ class Run:
 
     @workflow.run
     async def run(self, state: RunState) -> RunOutcome:
-        workflow.upsert_search_attributes([GYRE_RUN.value_set(state.config.name), GYRE_PHASE.value_set("running")])
+        workflow.upsert_search_attributes(
+            [names.GYRE_RUN.value_set(state.config.name), names.GYRE_PHASE.value_set("running")]
+        )
         try:
             await self._begin()
             await self._loop()
@@ -93,7 +92,7 @@ class Run:
             await self._release()
             raise
         await self._release()
-        workflow.upsert_search_attributes([GYRE_PHASE.value_set("done")])
+        workflow.upsert_search_attributes([names.GYRE_PHASE.value_set("done")])
         self._describe()
         return RunOutcome(
             run=state.config.name,
@@ -164,7 +163,7 @@ class Run:
                 run=config.name,
                 version=state.trained_version,
                 candidate_ref=state.candidate_ref,
-                context=RunContext(run=config.name, policy=config.policy, optimizer=config.optimizer, loss=config.loss),
+                context=RunContext.of(config),
                 scheduler=config.scheduler,
             )
             self._describe()
@@ -328,11 +327,7 @@ class Run:
         scheduler = workflow.get_external_workflow_handle(names.scheduler_id(self.state.pool))
         await scheduler.signal("hold_calls", args=[self.state.config.name, self.state.hold])
         for step in sorted(self.state.open_steps):
-            handle = workflow.get_external_workflow_handle(names.step_id(self.state.config.name, step))
-            try:
-                await handle.signal("set_paused", self.state.paused)
-            except ApplicationError as error:
-                workflow.logger.info("step %s is over: %s", step, error)
+            await tell(names.step_id(self.state.config.name, step), "set_paused", self.state.paused)
 
     async def _cancel_steps(self) -> None:
         for step in sorted(self.state.open_steps):

@@ -13,7 +13,7 @@ from statistics import median
 
 from pydantic import BaseModel
 from temporalio import workflow
-from temporalio.exceptions import ActivityError, ApplicationError
+from temporalio.exceptions import ActivityError
 
 with workflow.unsafe.imports_passed_through():
     from workflows import activity_calls, names
@@ -31,7 +31,7 @@ with workflow.unsafe.imports_passed_through():
     )
     from workflows.contracts.results import ResizeRequest
     from workflows.scheduling.policies import Assignment, CellView, Decision, PoolView, StepView, decide
-
+    from workflows.signals import tell
 
 KEPT_SWITCHES = 8
 """Role switches of each direction whose median stands for the next one's cost."""
@@ -248,33 +248,21 @@ class Scheduler:
     def _leased_to(self, run: str) -> bool:
         return self.state.lease is not None and self.state.lease.run == run
 
+    def _told(self, cell: str) -> Assignment:
+        """What the cell has been told last."""
+        desired = self.state.desired.get(cell)
+        if desired is None or desired.role != "train":
+            return Assignment()
+        return Assignment(step=desired.step, core=desired.core)
+
     def _standing(self) -> Decision:
         """The roles that the cells were told last."""
-        told = {cell: self.state.desired.get(cell) for cell in self.state.cells}
-        assignments = {
-            cell: Assignment(step=desired.step, core=desired.core)
-            if desired and desired.role == "train"
-            else Assignment()
-            for cell, desired in told.items()
-        }
-        return Decision(assignments=assignments, reason=self.state.reason)
+        return Decision(assignments={cell: self._told(cell) for cell in self.state.cells}, reason=self.state.reason)
 
     def _view(self) -> PoolView:
         """What the policy looks at; `watch_demand` fills in the counts of unfinished episodes."""
         state = self.state
-        cells = []
-        for cell in state.cells:
-            if cell in state.lost:
-                continue
-            desired = state.desired.get(cell)
-            training = desired is not None and desired.role == "train"
-            cells.append(
-                CellView(
-                    cell=cell,
-                    training_step=desired.step if desired is not None and training else -1,
-                    core=desired is not None and desired.core,
-                )
-            )
+        told = {cell: self._told(cell) for cell in state.cells if cell not in state.lost}
         steps = [
             StepView(
                 step=step.opened.step,
@@ -286,18 +274,18 @@ class Scheduler:
             )
             for step in state.steps
         ]
-        lease = state.lease
+        scheduler = state.lease.scheduler if state.lease else SchedulerConfig()
         return PoolView(
-            run=lease.run if lease else "",
-            cells=cells,
+            run=state.lease.run if state.lease else "",
+            cells=[CellView(cell=cell, training_step=last.step, core=last.core) for cell, last in told.items()],
             steps=steps,
             capacity=state.capacity,
-            scheduler=lease.scheduler if lease else SchedulerConfig(),
+            scheduler=scheduler,
             tokens_per_s=state.tokens_per_s,
             rollout_tokens_per_s=state.rollout_tokens_per_s,
             switch_out_s=median(state.switches_out_s) if state.switches_out_s else None,
             switch_in_s=median(state.switches_in_s) if state.switches_in_s else None,
-            solo_speedup=lease.scheduler.solo_speedup if lease else 1.0,
+            solo_speedup=scheduler.solo_speedup,
         )
 
     def _remember(self, decision: Decision) -> None:
@@ -340,15 +328,11 @@ class Scheduler:
         if all(step.opened.step != told.step for step in self.state.steps):
             return
         gone = TrainerGone(cell=cell, epoch=now.epoch, reason=now.reason)
-        try:
-            step = workflow.get_external_workflow_handle(names.step_id(told.context.run, told.step))
-            await step.signal("trainer_gone", gone)
-        except ApplicationError as error:
-            workflow.logger.warning("step %s does not hear that %s is gone: %s", told.step, cell, error)
+        await tell(names.step_id(told.context.run, told.step), "trainer_gone", gone)
 
     def _desired(self, assignment: Assignment, reason: str) -> Desired:
-        state = self.state
-        if state.lease is None:
+        state, lease = self.state, self.state.lease
+        if lease is None:
             return Desired(epoch=0, role="idle", reason="no run has leased the pool")
         if state.held and assignment.step < 0:
             return Desired(epoch=0, role="idle", reason="the run is paused and holds its calls")
@@ -356,35 +340,24 @@ class Scheduler:
             epoch=0,
             role="train" if assignment.step >= 0 else "rollout",
             step=assignment.step,
+            core=assignment.core,
             version=state.version,
             candidate_ref=state.candidate_ref,
-            core=assignment.core,
-            context=state.lease.context,
+            context=lease.context,
             reason=reason,
             pool=state.pool,
-            drain_s=state.lease.scheduler.drain_s,
-            update_wait_s=_update_wait_s(state.lease.scheduler),
-            lost_s=state.lease.scheduler.lost_s,
+            **lease.scheduler.waits,
         )
 
     async def _tell_cell(self, cell: str, desired: Desired) -> None:
-        try:
-            await workflow.get_external_workflow_handle(names.cell_id(cell)).signal("set_desired", desired)
-        except ApplicationError as error:
-            workflow.logger.warning("%s is told nothing: %s", cell, error)
-            if cell in self.state.cells:
-                self.state.lost[cell] = f"its workflow {names.cell_id(cell)} does not run; `gyre up` starts it"
-                self.state.desired.pop(cell, None)
-                self.changed = True
+        if not await tell(names.cell_id(cell), "set_desired", desired) and cell in self.state.cells:
+            self.state.lost[cell] = f"its workflow {names.cell_id(cell)} does not run; `gyre up` starts it"
+            self.state.desired.pop(cell, None)
+            self.changed = True
 
     async def _tell_run(self, run: str) -> bool:
         """False when there is no such run any more."""
-        try:
-            await workflow.get_external_workflow_handle(names.run_id(run)).signal("lease_granted", self.state.pool)
-        except ApplicationError as error:
-            workflow.logger.warning("run %s does not hear that pool %s is its own: %s", run, self.state.pool, error)
-            return False
-        return True
+        return await tell(names.run_id(run), "lease_granted", self.state.pool)
 
     def _describe(self) -> None:
         state = self.state
@@ -403,10 +376,6 @@ def _same(told: Desired, wanted: Desired) -> bool:
     if told.role == wanted.role == "train" and told.step == wanted.step and told.core == wanted.core:
         return True  # a step keeps its trainers on the version that it trains
     return told.model_dump(exclude=ignored) == wanted.model_dump(exclude=ignored)
-
-
-def _update_wait_s(scheduler: SchedulerConfig) -> float:
-    return scheduler.update_wait_s if scheduler.calls_across_updates == "finish" else 0.0
 
 
 def _show(desired: Desired | None) -> str:

@@ -10,12 +10,10 @@ import asyncio
 from collections import Counter
 
 from temporalio import workflow
-from temporalio.common import SearchAttributeKey
-from temporalio.exceptions import ApplicationError
 
 with workflow.unsafe.imports_passed_through():
     from workflows import activity_calls, names
-    from workflows.cancellation import heed_cancellation
+    from workflows.contracts.configuration import shared
     from workflows.contracts.orders import (
         Candidate,
         CommitInput,
@@ -28,17 +26,13 @@ with workflow.unsafe.imports_passed_through():
         TrainerGone,
         TrainerReady,
     )
-    from workflows.contracts.results import GroupInput, GroupResult, StepInput, StepResult
+    from workflows.contracts.results import Figures, GroupInput, GroupResult, StepInput, StepResult
     from workflows.group import Group
+    from workflows.signals import heed_cancellation, tell
     from workflows.step_training import StepTraining
 
 WAVE = 64
 """Groups in flight at once: a wide fan-out in one workflow task would pass the server's message limit."""
-
-GYRE_RUN = SearchAttributeKey.for_keyword("GyreRun")
-GYRE_STEP = SearchAttributeKey.for_int("GyreStep")
-GYRE_PHASE = SearchAttributeKey.for_keyword("GyrePhase")
-GYRE_REWARD = SearchAttributeKey.for_float("GyreReward")
 
 
 @workflow.defn(name="gyre.Step")
@@ -47,6 +41,8 @@ class Step:
     def __init__(self, step: StepInput) -> None:
         self.step = step
         self.groups: list[GroupResult] = []
+        self.figures = Figures()
+        """Of ``groups``."""
         self.base_ref = step.candidate_ref
         self.paused = False
         self.phase = "rollout"
@@ -59,9 +55,9 @@ class Step:
         started = workflow.now()
         workflow.upsert_search_attributes(
             [
-                GYRE_RUN.value_set(step.run),
-                GYRE_STEP.value_set(step.step),
-                GYRE_PHASE.value_set("train" if step.train else "evaluate"),
+                names.GYRE_RUN.value_set(step.run),
+                names.GYRE_STEP.value_set(step.step),
+                names.GYRE_PHASE.value_set("train" if step.train else "evaluate"),
             ]
         )
         order = await activity_calls.open_step(step) or list(range(len(step.tasks)))
@@ -90,7 +86,7 @@ class Step:
         if committed is not None:
             result = result.model_copy(update={"gauges": committed.gauges, "gauges_ref": committed.gauges_ref})
         self._enter("closed")
-        workflow.upsert_search_attributes([GYRE_REWARD.value_set(result.mean_reward)])
+        workflow.upsert_search_attributes([names.GYRE_REWARD.value_set(result.mean_reward)])
         closed = StepClosed(
             run=step.run,
             step=step.step,
@@ -99,7 +95,8 @@ class Step:
         )
         await self._tell_scheduler("step_closed", closed)
         await activity_calls.close_step(step.run, step.step)
-        await self._tell_run(StepFinished(step=step.step, result=result))
+        # a run that was cancelled no longer listens; the result stays with the step
+        await tell(names.run_id(step.run), "step_finished", StepFinished(step=step.step, result=result))
         return result
 
     # --- messages -------------------------------------------------------------------------------------------------
@@ -129,8 +126,8 @@ class Step:
             "phase": self.phase,
             "groups_done": len(self.groups),
             "groups": len(self.step.tasks),
-            "passed": sum(group.passed for group in self.groups),
-            "valid": sum(group.valid for group in self.groups),
+            "passed": self.figures.passed,
+            "valid": self.figures.valid,
             "micro_steps": len(self.ledger.micro_steps),
             "open_micro_steps": len(self.ledger.open_refs),
             "trainers": {t.ready.cell: len(t.summed) for t in self.ledger.trainers.values()},
@@ -173,6 +170,7 @@ class Step:
                 static_summary=f"step {step.step}, task {step.tasks[group]}",
             )
         self.groups.append(result)
+        self.figures += result
         if step.train:
             self.ledger.add(result.micro_steps)
             await self._report_progress()
@@ -189,7 +187,7 @@ class Step:
             train=step.train,
             episodes=len(step.tasks) * step.group_size,
             candidate_ref=step.candidate_ref,
-            context=RunContext(run=config.name, policy=config.policy, optimizer=config.optimizer, loss=config.loss),
+            context=RunContext.of(config),
             scheduler=config.scheduler,
         )
 
@@ -214,43 +212,22 @@ class Step:
         handle = workflow.get_external_workflow_handle(names.scheduler_id(self.step.pool))
         await handle.signal(signal, message)
 
-    async def _tell_run(self, finished: StepFinished) -> None:
-        try:
-            await workflow.get_external_workflow_handle(names.run_id(self.step.run)).signal("step_finished", finished)
-        except ApplicationError as error:  # a run that was cancelled no longer listens; the result stays with the step
-            workflow.logger.warning("nobody hears of step %s: %s", self.step.step, error)
-
     def _result(self, candidate: Candidate | None, seconds: float) -> StepResult:
-        groups, step = self.groups, self.step
-        outcomes: Counter[str] = Counter()
-        reasons: Counter[str] = Counter(group.reason for group in groups if group.reason)
-        for group in groups:
-            outcomes.update(group.outcomes)
-        valid = sum(group.valid for group in groups)
+        groups, step, figures = self.groups, self.step, self.figures
         oldest = min((group.oldest_version for group in groups if group.oldest_version >= 0), default=step.version)
         return StepResult(
+            **shared(figures, Figures),
             run=step.run,
             step=step.step,
             version=candidate.version if candidate else step.version,
             train=step.train,
             candidate_ref=candidate.ref if candidate else self.base_ref,
             episodes=len(step.tasks) * step.group_size,
-            valid=valid,
-            passed=sum(group.passed for group in groups),
-            mean_reward=sum(group.reward_sum for group in groups) / valid if valid else 0.0,
-            outcomes=dict(outcomes),
-            groups_without_gradient=dict(reasons),
+            mean_reward=sum(group.reward_sum for group in groups) / figures.valid if figures.valid else 0.0,
+            groups_without_gradient=dict(Counter(group.reason for group in groups if group.reason)),
             micro_steps=len(self.ledger.micro_steps),
-            sampled_tokens=sum(group.sampled_tokens for group in groups),
-            trained_tokens=sum(group.trained_tokens for group in groups),
             staleness=step.version - oldest,
             grad_norm=candidate.grad_norm if candidate else 0.0,
-            moved_calls=sum(group.moved_calls for group in groups),
-            moved_tokens=sum(group.moved_tokens for group in groups),
-            moved_from_store=sum(group.moved_from_store for group in groups),
-            moved_recomputed=sum(group.moved_recomputed for group in groups),
-            moved_bytes=sum(group.moved_bytes for group in groups),
-            held_s=sum(group.held_s for group in groups),
             episodes_running_at_first_switch=self.running_at_first_switch,
             core=self.training.core,
             satellites=self.training.satellites,
@@ -265,12 +242,11 @@ class Step:
 
     def _describe(self) -> None:
         step, ledger = self.step, self.ledger
-        valid, passed = sum(g.valid for g in self.groups), sum(g.passed for g in self.groups)
         kind = "training" if step.train else "evaluation"
         lines = [
             f"**{kind} step {step.step}, version {step.version}** · {self.phase}{' (paused)' if self.paused else ''}",
             f"- groups: {len(self.groups)} of {len(step.tasks)} done",
-            f"- passed: {passed} of {valid} graded episodes",
+            f"- passed: {self.figures.passed} of {self.figures.valid} graded episodes",
         ]
         if step.train:
             open_refs = len(ledger.open_refs)

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from temporalio import workflow
-from temporalio.exceptions import ActivityError, ApplicationError
+from temporalio.exceptions import ActivityError
 
 from workflows import activity_calls, names
 from workflows.contracts.orders import (
@@ -27,6 +27,7 @@ from workflows.contracts.orders import (
 from workflows.contracts.results import GroupResult, StepInput
 from workflows.group import cause_of
 from workflows.scheduling.gradient_ledger import GradientLedger, Trainer
+from workflows.signals import tell
 
 Answer = TypeVar("Answer")
 
@@ -85,7 +86,7 @@ class StepTraining:
     async def join(self, ready: TrainerReady) -> None:
         """A cell's replica can be given micro-steps; one that was declared lost is told to begin anew."""
         if not self.core and not self.ledger.join(ready):
-            await self._fence(ready.cell, ready.incarnation)
+            await tell(names.cell_id(ready.cell), "fence", ready.incarnation)
 
     async def leave(self, gone: TrainerGone) -> None:
         """A cell is lost, or has been given something else to do: others do again what it has summed."""
@@ -208,11 +209,5 @@ class StepTraining:
             cause_of(error),
         )
         self._enter("training")
-        await self._fence(trainer.ready.cell, trainer.ready.incarnation)
+        await tell(names.cell_id(trainer.ready.cell), "fence", trainer.ready.incarnation)
         await self._report()
-
-    async def _fence(self, cell: str, incarnation: str) -> None:
-        try:
-            await workflow.get_external_workflow_handle(names.cell_id(cell)).signal("fence", incarnation)
-        except ApplicationError as error:
-            workflow.logger.warning("cannot fence %s: %s", cell, error)

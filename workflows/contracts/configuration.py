@@ -5,7 +5,7 @@ Every model is frozen and refuses unknown keys.
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -18,6 +18,11 @@ POLICY_NAMES: Final = Choices(["predictive", "watermark", "colocate", "async"], 
 
 class Contract(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def shared(model: BaseModel, part: type[BaseModel]) -> dict[str, Any]:
+    """The fields of ``model`` that ``part`` declares, by name: for another model that has them too."""
+    return {name: getattr(model, name) for name in part.model_fields}
 
 
 class TaskSets(Contract):
@@ -76,14 +81,20 @@ class SchedulerConfig(Contract):
     """Seconds after which a cell whose worker, engine or replica doesn't answer counts as lost, until it answers again:
     longer than it takes to start a process of a cell anew."""
 
+    @property
+    def waits(self) -> dict[str, float]:
+        """The seconds that a cell is told (`Desired`)."""
+        finish = self.calls_across_updates == "finish"
+        return {
+            "drain_s": self.drain_s,
+            "update_wait_s": self.update_wait_s if finish else 0.0,
+            "lost_s": self.lost_s,
+        }
 
-class RunConfig(Contract):
-    """A training job. Read from TOML by `gyre submit run`."""
 
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,40}$")
-    policy: str
-    """Hugging Face folder (config.json, model.safetensors, tokenizer.json) that the run starts from."""
-    tasks: TaskSets
+class EpisodeConfig(Contract):
+    """How episodes are run."""
+
     harness: str = "mini"
     """Name of the harness that runs every episode (`gyre doctor` lists them)."""
     restarts: int = Field(default=1, ge=0)
@@ -91,6 +102,17 @@ class RunConfig(Contract):
     restart: Literal["resume", "fresh"] = "resume"
     """How: `resume` goes on in the same workspace by the harness's own resume, where it has one and the files are still
     on that machine, and otherwise from zero; `fresh` always starts from zero."""
+    sampling: SamplingConfig = SamplingConfig()
+    budget: BudgetConfig = BudgetConfig()
+
+
+class RunConfig(EpisodeConfig):
+    """A training job. Read from TOML by `gyre submit run`."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,40}$")
+    policy: str
+    """Hugging Face folder (config.json, model.safetensors, tokenizer.json) that the run starts from."""
+    tasks: TaskSets
     steps: int = Field(ge=0)
     """Updates after which the run ends (0: it only takes steps from `gyre submit step`)."""
     tasks_per_step: int = Field(ge=1, le=512)
@@ -101,8 +123,6 @@ class RunConfig(Contract):
     seed: int = 0
     record_gradients: bool = True
     """Keep each step's summed gradient, so that `gyre replay` can compare; as large as the weights."""
-    sampling: SamplingConfig = SamplingConfig()
-    budget: BudgetConfig = BudgetConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     trajectory: TrajectoryConfig = TrajectoryConfig()
     loss: LossConfig = LossConfig()

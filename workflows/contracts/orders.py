@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import BaseModel
+
 from trajectory.config import LossConfig, OptimizerConfig
-from workflows.contracts.configuration import Contract, SchedulerConfig
+from workflows.contracts.configuration import Contract, RunConfig, SchedulerConfig
 from workflows.contracts.results import StepResult
 
 Role = Literal["idle", "rollout", "train"]
@@ -23,6 +25,10 @@ class RunContext(Contract):
     policy: str
     optimizer: OptimizerConfig
     loss: LossConfig
+
+    @classmethod
+    def of(cls, config: RunConfig) -> RunContext:
+        return cls(run=config.name, policy=config.policy, optimizer=config.optimizer, loss=config.loss)
 
 
 class Desired(Contract):
@@ -78,38 +84,44 @@ class DrainResult(Contract):
     """Calls that were aborted; what they had sampled goes on elsewhere, or here under the next weights."""
 
 
-class CellStatus(Contract):
+class CellFacts(BaseModel):
+    """What a cell's workflow knows of it and tells whoever asks."""
+
     cell: str
-    role: Role
-    step: int
-    version: int
-    epoch: int
-    engine: str
+    engine: str = ""
     """Incarnation of the rollout engine."""
-    replica: str
+    replica: str = ""
     """Incarnation of the training replica."""
+    version: int = -1
     error: str = ""
+    failures: int = 0
+    """Attempts in a row that failed to reach the desired state."""
+    holds: bool = True
+    """It is in the desired state, as far as is known."""
+    lost: str = ""
+    """Why the cell is lost; empty while it isn't."""
     last_switch_s: float = 0.0
     last_drain: DrainResult | None = None
     """None: never drained."""
     draining_s: float | None = None
-    """The cell waits at most so many seconds for its calls to end; None: it doesn't drain now."""
-    lost: str = ""
-    """Why the cell is lost; empty while it isn't."""
-    actual: str = ""
-    """The role that it is in; ``role`` is the desired one."""
-    holds: bool = True
-    """It is in the desired state, as far as is known."""
-    failures: int = 0
-    """Attempts in a row that failed to reach the desired state."""
+    """The cell waits at most so many seconds for its calls to end; None: it doesn't drain now, or waits for nothing."""
     wanted_at: str = ""
-    """Since when that state is desired; like the following, ISO 8601, and empty when that is not known."""
+    """Since when its state is desired; like the following, ISO 8601, and empty when that is not known."""
     reached_at: str = ""
     """When a desired state was last reached."""
     again_at: str = ""
     """When the next attempt begins, after one that failed."""
+
+
+class CellStatus(CellFacts, Contract):
+    role: Role
+    """The desired one, like ``step``, ``epoch`` and ``reason``."""
+    step: int
+    epoch: int
     reason: str = ""
     """Why the scheduler desires that state."""
+    actual: str = ""
+    """The role that it is in."""
 
 
 class TrainerReady(Contract):
@@ -123,19 +135,6 @@ class TrainerReady(Contract):
     """Episodes of the run that ran when the cell had left rollout."""
 
 
-class StepOpened(Contract):
-    """Step -> Scheduler."""
-
-    run: str
-    step: int
-    version: int
-    train: bool
-    episodes: int
-    candidate_ref: str
-    context: RunContext
-    scheduler: SchedulerConfig
-
-
 class LeaseRequest(Contract):
     """Run -> Scheduler: give me the pool's cells, serving this version."""
 
@@ -144,6 +143,14 @@ class LeaseRequest(Contract):
     candidate_ref: str
     context: RunContext
     scheduler: SchedulerConfig
+
+
+class StepOpened(LeaseRequest):
+    """Step -> Scheduler: the same of one step."""
+
+    step: int
+    train: bool
+    episodes: int
 
 
 class Switched(Contract):

@@ -6,13 +6,13 @@ is frozen, refuses unknown keys, and is the only thing that crosses a process bo
 
 from __future__ import annotations
 
+from collections import Counter
 from enum import StrEnum
-from typing import Literal
 
 from pydantic import Field
 
 from trajectory.config import TrajectoryConfig
-from workflows.contracts.configuration import BudgetConfig, Contract, RunConfig, SamplingConfig
+from workflows.contracts.configuration import Contract, EpisodeConfig, RunConfig, shared
 
 
 class Outcome(StrEnum):
@@ -79,20 +79,15 @@ class GroupInput(Contract):
     group_size: int
 
 
-class EpisodeInput(Contract):
+class EpisodeInput(EpisodeConfig):
     run: str
     step: int
     group: int
     index: int
     task_set: str
     task: int
-    harness: str
-    restarts: int
     min_version: int
     max_version: int
-    sampling: SamplingConfig
-    budget: BudgetConfig
-    restart: Literal["resume", "fresh"] = "resume"
 
 
 class EpisodeExit(Contract):
@@ -159,15 +154,39 @@ class MicroStepRef(Contract):
     targets: int
 
 
-class GroupResult(Contract):
+class Figures(Contract):
+    """Sums over episodes and their calls: they add up (`+`), of groups to a step, and `Figures()` is zero."""
+
+    valid: int = 0
+    """Episodes with a reward."""
+    passed: int = 0
+    """Episodes with reward 1."""
+    outcomes: dict[str, int] = {}
+    sampled_tokens: int = 0
+    trained_tokens: int = 0
+    held_s: float = 0.0
+    moved_calls: int = 0
+    """Calls that more than one cell served."""
+    moved_tokens: int = 0
+    """As in `trajectory.records`, like the three that follow."""
+    moved_from_store: int = 0
+    moved_recomputed: int = 0
+    moved_bytes: int = 0
+
+    def __add__(self, other: Figures) -> Figures:
+        sums = {
+            name: dict(Counter(mine) + Counter(getattr(other, name)))
+            if isinstance(mine, dict)
+            else mine + getattr(other, name)
+            for name, mine in shared(self, Figures).items()
+        }
+        return Figures(**sums)
+
+
+class GroupResult(Figures):
     group: int
     task: str
-    valid: int
-    """Episodes with a reward."""
-    passed: int
-    """Episodes with reward 1."""
     reward_sum: float
-    outcomes: dict[str, int]
     reason: str = ""
     """Why the group gives no gradient; empty when it does."""
     micro_steps: list[MicroStepRef] = []
@@ -175,21 +194,8 @@ class GroupResult(Contract):
     """The group's part of N, by the run's reduction; None for its valid episodes."""
     recomputed_tokens: int = 0
     """Of the micro-steps' tokens, those computed again because trajectories that share them had to be split."""
-    sampled_tokens: int = 0
-    trained_tokens: int = 0
     oldest_version: int = -1
     active_s: float = 0.0
-    held_s: float = 0.0
-    moved_calls: int = 0
-    """Calls that more than one cell served."""
-    moved_tokens: int = 0
-    """Prefix tokens of calls that went to another engine than the one with their KV (`trajectory.records`)."""
-    moved_from_store: int = 0
-    """Of these, those whose KV came from the KV store."""
-    moved_recomputed: int = 0
-    """Of these, those whose KV was computed again."""
-    moved_bytes: int = 0
-    """Of KV that came from the store."""
     stats_ref: str = ""
     """Blob with the group's full statistics and its episodes' seals."""
 
@@ -198,7 +204,7 @@ class GroupResult(Contract):
         return self.valid if self.normaliser is None else self.normaliser
 
 
-class StepResult(Contract):
+class StepResult(Figures):
     run: str
     step: int
     version: int
@@ -206,22 +212,11 @@ class StepResult(Contract):
     train: bool
     candidate_ref: str
     episodes: int
-    valid: int
-    passed: int
     mean_reward: float
-    outcomes: dict[str, int]
     groups_without_gradient: dict[str, int] = {}
     micro_steps: int = 0
-    sampled_tokens: int = 0
-    trained_tokens: int = 0
     staleness: int = 0
     grad_norm: float = 0.0
-    moved_calls: int = 0
-    moved_tokens: int = 0
-    moved_from_store: int = 0
-    moved_recomputed: int = 0
-    moved_bytes: int = 0
-    held_s: float = 0.0
     episodes_running_at_first_switch: int = 0
     """Episodes of the run that ran when the first cell had left rollout for this step: elasticity at work."""
     core: str = ""
