@@ -17,14 +17,10 @@ from temporalio.common import MetricMeter
 
 from infra.state.blobs import BlobMissing, BlobStore
 from trajectory.advantage import Reason
-from trajectory.gauges import MEANING, Gauges, combine, group_gauges, loss_gauges
+from trajectory.gauges import MEANING, Gauges, Stored, added_up
 from trajectory.kinds import Kind
-from trajectory.stats import GroupStats
 from workflows.contracts.orders import GaugesInput
 from workflows.contracts.results import Outcome, StepResult
-
-Read = dict[str, Any] | None
-"""What was stored; None when it can't be read."""
 
 READERS: Final = 16
 """Blobs that are read at once."""
@@ -55,35 +51,17 @@ async def step_gauges(blobs: BlobStore, of: GaugesInput, *, train: bool) -> Gaug
         read = await asyncio.gather(
             *(loop.run_in_executor(pool, _read, blobs, ref) for ref in [*of.groups, *of.claims])
         )
-    return await asyncio.to_thread(_added_up, read[: len(of.groups)], read[len(of.groups) :], of.version, train)
+    count = len(of.groups)
+    return await asyncio.to_thread(added_up, read[:count], read[count:], version=of.version, train=train)
 
 
-def _added_up(groups: list[Read], claims: list[Read], version: int, train: bool) -> Gauges:
-    trained: dict[str, Any] = {}
-    for claim in claims:
-        trained.update(claim or {})
-    parts = [_of_group(details, version, train) for details in groups if details]
-    parts += [loss_gauges(trained[ref], version=version) for ref in sorted(trained)]
-    return combine([*parts, Gauges(unread=sum(one is None for one in [*groups, *claims]))])
-
-
-def _read(blobs: BlobStore, ref: str) -> Read:
+def _read(blobs: BlobStore, ref: str) -> Stored:
     try:
-        found: dict[str, Any] = orjson.loads(blobs.get(ref))
+        stored: dict[str, Any] = orjson.loads(blobs.get(ref))
     except (BlobMissing, ValueError) as error:  # ValueError: damaged
         activity.logger.warning("statistics %s cannot be read: %s", ref, error)
         return None
-    return found
-
-
-def _of_group(details: dict[str, Any], version: int, train: bool) -> Gauges:
-    return group_gauges(
-        GroupStats.model_validate(details["stats"]),
-        task=details["task"],
-        excluded=details.get("excluded", {}),
-        version=version,
-        train=train,
-    )
+    return stored
 
 
 def expose(meter: MetricMeter, result: StepResult, gauges: Gauges) -> None:

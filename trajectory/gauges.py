@@ -17,6 +17,8 @@ from trajectory.additive import add, add_all, quantile
 from trajectory.stats import GroupStats
 
 Counts = dict[str, int]
+Stored = dict[str, Any] | None
+"""What a group or a claim has stored of itself; None when it can't be read."""
 
 SIGNS: Final = ("positive", "negative")
 
@@ -93,6 +95,28 @@ def loss_gauges(stats: Mapping[str, Any], *, version: int) -> Gauges:
 def combine(parts: Iterable[Gauges]) -> Gauges:
     """The sum of many, faster than one by one."""
     return Gauges.model_validate(add_all(part.model_dump() for part in parts))
+
+
+def added_up(groups: Iterable[Stored], claims: Iterable[Stored], *, version: int, train: bool) -> Gauges:
+    """A step's, from what was stored of each of its groups and of each claim, micro-step -> ``LossStats``, in the order
+    in which claims ended: of a micro-step that was trained again the last one counts."""
+    groups, claims = list(groups), list(claims)
+    trained: dict[str, Any] = {}
+    for claim in claims:
+        trained.update(claim or {})
+    parts = [
+        group_gauges(
+            GroupStats.model_validate(group["stats"]),
+            task=group["task"],
+            excluded=group.get("excluded", {}),
+            version=version,
+            train=train,
+        )
+        for group in groups
+        if group
+    ]
+    parts += [loss_gauges(trained[ref], version=version) for ref in sorted(trained)]
+    return combine([*parts, Gauges(unread=sum(stored is None for stored in [*groups, *claims]))])
 
 
 def summary(gauges: Gauges) -> dict[str, float]:

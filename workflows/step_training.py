@@ -77,8 +77,8 @@ class StepTraining:
             for trainer in self.ledger.idle:
                 if not self.ledger.waiting:
                     break
-                share = self.ledger.tokens(self.ledger.waiting) // max(1, len(self.ledger.idle)) + 1
-                refs = self.ledger.claim(trainer.ready.incarnation, min(share, self._claim_tokens()))
+                claim_tokens = self._step.config.scheduler.claim_s * (self.tokens_per_s or self._step.tokens_per_s)
+                refs = self.ledger.claim(trainer.ready.incarnation, claim_tokens)
                 task = asyncio.create_task(self._train_claim(trainer, refs))
                 self._claims.add(task)
                 task.add_done_callback(self._claims.discard)
@@ -103,9 +103,6 @@ class StepTraining:
     def _can_finish(self) -> bool:
         all_groups = len(self._groups) == len(self._step.tasks)
         return all_groups and self.ledger.complete and self.ledger.core is not None
-
-    def _claim_tokens(self) -> int:
-        return int(self._step.config.scheduler.claim_s * (self.tokens_per_s or self._step.tokens_per_s))
 
     async def _train_claim(self, trainer: Trainer, refs: list[str]) -> None:
         ready, step = trainer.ready, self._step

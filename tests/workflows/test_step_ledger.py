@@ -84,6 +84,7 @@ class LedgerMachine(RuleBasedStateMachine):
         for trainer in self.ledger.trainers.values():
             places += trainer.claimed + trainer.summed
         assert sorted(places) == sorted(self.added)
+        assert self.ledger.waiting_tokens == self.ledger.tokens(self.ledger.waiting)
 
     @invariant()
     def complete_means_that_living_sums_hold_everything(self) -> None:
@@ -125,3 +126,13 @@ def test_a_replaced_replica_gives_its_work_back() -> None:
     ledger.claim("a", 1)
     ledger.join(ready(0, "b"))
     assert sorted(ledger.waiting) == ["m0", "m1", "m2"]
+
+
+def test_idle_trainers_share_what_waits_equally_up_to_a_claims_worth() -> None:
+    ledger = GradientLedger()
+    ledger.add([MicroStepRef(ref=f"m{i}", tokens=10, targets=1) for i in range(9)])
+    for cell, incarnation in enumerate("abc"):
+        ledger.join(ready(cell, incarnation))
+    assert ledger.claim("a", 1000) == ["m0", "m1", "m2"], "a third"
+    assert ledger.claim("b", 25.9) == ["m3", "m4"], "no more than fits"
+    assert ledger.claim("c", 5) == ["m5"], "but one"

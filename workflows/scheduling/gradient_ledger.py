@@ -32,6 +32,7 @@ class Trainer:
 class GradientLedger:
     micro_steps: dict[str, MicroStepRef] = field(default_factory=dict)
     waiting: list[str] = field(default_factory=list)
+    waiting_tokens: int = 0
     trainers: dict[str, Trainer] = field(default_factory=dict)
     """Incarnation -> its work."""
     fenced: set[str] = field(default_factory=set)
@@ -42,7 +43,7 @@ class GradientLedger:
         for micro_step in micro_steps:
             if micro_step.ref not in self.micro_steps:
                 self.micro_steps[micro_step.ref] = micro_step
-                self.waiting.append(micro_step.ref)
+                self._wait([micro_step.ref])
 
     def join(self, ready: TrainerReady) -> bool:
         """Take a trainer in. False when its incarnation has been declared lost: it must begin anew.
@@ -63,15 +64,17 @@ class GradientLedger:
             known.ready = ready
         return True
 
-    def claim(self, incarnation: str, tokens: int) -> list[str]:
-        """Give waiting micro-steps to an idle trainer: at least one, at most about ``tokens`` tokens."""
+    def claim(self, incarnation: str, tokens: float) -> list[str]:
+        """The one rule by which a claim is cut: of what waits an equal share to each idle trainer, at most ``tokens``
+        tokens of it (about so many seconds of work), whole micro-steps, at least one, the first waiting first."""
         trainer = self.trainers[incarnation]
         if not trainer.idle:
             raise ValueError(f"{incarnation} has a claim already")
-        taken = 0
-        while self.waiting and (not trainer.claimed or taken + self._tokens(self.waiting[0]) <= tokens):
+        room = min(self.waiting_tokens // len(self.idle) + 1, int(tokens))
+        while self.waiting and (not trainer.claimed or self.micro_steps[self.waiting[0]].tokens <= room):
             ref = self.waiting.pop(0)
-            taken += self._tokens(ref)
+            room -= self.micro_steps[ref].tokens
+            self.waiting_tokens -= self.micro_steps[ref].tokens
             trainer.claimed.append(ref)
         return list(trainer.claimed)
 
@@ -92,7 +95,7 @@ class GradientLedger:
             return []
         trainer.gone = True
         again = trainer.summed + trainer.claimed
-        self.waiting += again
+        self._wait(again)
         return again
 
     def leave(self, cell: str, epoch: int) -> list[str]:
@@ -122,7 +125,8 @@ class GradientLedger:
         return self.waiting + [ref for trainer in self.trainers.values() for ref in trainer.claimed]
 
     def tokens(self, refs: Iterable[str]) -> int:
-        return sum(self._tokens(ref) for ref in refs)
+        return sum(self.micro_steps[ref].tokens for ref in refs)
 
-    def _tokens(self, ref: str) -> int:
-        return self.micro_steps[ref].tokens
+    def _wait(self, refs: list[str]) -> None:
+        self.waiting += refs
+        self.waiting_tokens += self.tokens(refs)

@@ -193,7 +193,7 @@ class Simulation:
     # --- training -------------------------------------------------------------------------------------------------
 
     def _claim(self, step: SimulatedStep) -> None:
-        """As `gyre.Step` does: an equal share of what waits to every idle trainer, a claim's worth at most."""
+        """As `gyre.Step` does."""
         ledger = step.ledger
         if not self.pipeline.streams and step.processed < len(step.groups):
             return
@@ -201,11 +201,8 @@ class Simulation:
             for trainer in ledger.idle:
                 if not ledger.waiting:
                     break
-                share = step.waiting_tokens // max(1, len(ledger.idle)) + 1
-                limit = int(self.scheduler.claim_s * (step.measured_tokens_per_s or self.step_tokens_per_s))
-                refs = ledger.claim(trainer.ready.incarnation, min(share, limit))
-                tokens = ledger.tokens(refs)
-                step.waiting_tokens -= tokens
+                claim_tokens = self.scheduler.claim_s * (step.measured_tokens_per_s or self.step_tokens_per_s)
+                tokens = ledger.tokens(ledger.claim(trainer.ready.incarnation, claim_tokens))
                 index = next(cell.index for cell in self.cells if cell.name == trainer.ready.cell)
                 self._mark(index, "train", step.number)
                 seconds = tokens / self.pool.train_tokens_per_s + self.pool.claim_overhead_s

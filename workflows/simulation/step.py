@@ -56,7 +56,7 @@ class SimulatedStep:
         self.serial = 0
         self.ledger = GradientLedger()
         self.processed = 0
-        self.open_tokens = self.waiting_tokens = 0
+        self.open_tokens = 0
         self.trained_tokens, self.trained_s = 0, 0.0
         self.finishing = False
         self.updates = 0
@@ -150,7 +150,6 @@ class SimulatedStep:
             refs.append(MicroStepRef.model_construct(ref=f"{group}/{piece}", tokens=size, targets=size))
         self.ledger.add(refs)
         self.open_tokens += tokens
-        self.waiting_tokens += tokens
 
     def trained(self, tokens: int, seconds: float) -> None:
         self.open_tokens -= tokens
@@ -163,7 +162,6 @@ class SimulatedStep:
         if trainer is None:
             return 0
         summed = self.ledger.tokens(trainer.summed)
-        self.waiting_tokens += summed + self.ledger.tokens(trainer.claimed)
         self.open_tokens += summed
         self.ledger.lose(incarnation)
         if self.finishing:
