@@ -14,7 +14,8 @@ from activities.services import Services
 from infra.state import demand, durations
 from workflows import names
 from workflows.contracts.results import StepInput
-from workflows.scheduling.policies import FORECASTS_UNUSED, Decision, PoolView, decide
+from workflows.scheduling.policies import FORECASTS_UNUSED, decide
+from workflows.scheduling.pool_view import Decision, PoolView
 
 POLL_S = 0.1
 

@@ -18,7 +18,7 @@ from activities.services import Services
 from infra.state import keys
 from infra.state.record_names import seal_name
 from infra.state.redis import as_bytes
-from trajectory.process import EpisodeInput, process_group
+from trajectory.process import GradedEpisode, process_group
 from trajectory.records import MOVED, CallRecord, RecordError, decode_chain
 from trajectory.seal import seal
 from trajectory.tree import EpisodeTree
@@ -60,7 +60,7 @@ class TrajectoryActivities:
         for one in loaded:
             self._seal(one, group)
         inputs = [
-            EpisodeInput(episode=one.name, records=one.records, reward=one.episode.reward, tree=one.tree)
+            GradedEpisode(episode=one.name, records=one.records, reward=one.episode.reward, tree=one.tree)
             for one in loaded
         ]
         processed = process_group(inputs, group.trajectory)

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 import numpy as np
-import numpy.typing as npt
 
-Float64 = npt.NDArray[np.float64]
+from trajectory.records import Float64
 
 STD_EPSILON: Final = 1e-6
 MIN_SPREAD: Final = 1e-4

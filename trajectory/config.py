@@ -32,11 +32,11 @@ OrNone = BeforeValidator(lambda value: None if value == "none" else value)
 """TOML has no null: the word "none" stands for it."""
 
 
-class _Section(BaseModel):
+class _FrozenConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class TrajectoryConfig(_Section):
+class TrajectoryConfig(_FrozenConfig):
     advantage: Annotated[str, AfterValidator(ADVANTAGE_NAMES.check)] = ADVANTAGE_NAMES.built_in[0]
     """One of ``ADVANTAGE_NAMES`` (formulas: ``trajectory/advantage.py``)."""
     reduction: Annotated[str, AfterValidator(REDUCTION_NAMES.check)] = REDUCTION_NAMES.built_in[0]
@@ -59,7 +59,7 @@ class TrajectoryConfig(_Section):
         return self
 
 
-class LossConfig(_Section):
+class LossConfig(_FrozenConfig):
     loss: Annotated[str, AfterValidator(LOSS_NAMES.check)] = LOSS_NAMES.built_in[0]
     """One of ``LOSS_NAMES`` (formulas: ``trajectory/loss.py``)."""
     old: Literal["proximal", "behaviour"] = "proximal"
@@ -102,7 +102,7 @@ class LossConfig(_Section):
         return self
 
 
-class OptimizerConfig(_Section):
+class OptimizerConfig(_FrozenConfig):
     kind: Literal["adamw", "sgd"] = "adamw"
     lr: float = Field(default=1e-6, gt=0)
     """Learning rate, constant over the run."""

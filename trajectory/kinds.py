@@ -32,7 +32,7 @@ class Kind(StrEnum):
 
 TRAINABLE: Final = (Kind.MAIN, Kind.MAIN_SUMMARY, Kind.SUB_AGENT, Kind.SUB_AGENT_SUMMARY)
 
-Role = Literal["line", "summary", "side"]
+CallRole = Literal["line", "summary", "side"]
 """A call of its window's line, or one that branches off it."""
 
 
@@ -83,14 +83,14 @@ def classify(records: Sequence[CallRecord]) -> list[Leaf]:
     ]
 
 
-def _roles(records: Sequence[CallRecord]) -> list[Role]:
+def _roles(records: Sequence[CallRecord]) -> list[CallRole]:
     """A call is a summary if a later window opens with it, whether it was announced or not; and one that was announced
     stays one though nothing came of it."""
     confirmed = {record.compacts for record in records}
     return ["side" if r.side else "summary" if r.summary or r.seq in confirmed else "line" for r in records]
 
 
-def _kind(record: CallRecord, role: Role, last: int | None) -> Kind:
+def _kind(record: CallRecord, role: CallRole, last: int | None) -> Kind:
     if role == "side":
         return Kind.SIDE
     main = record.agent == ROOT_AGENT
@@ -101,7 +101,7 @@ def _kind(record: CallRecord, role: Role, last: int | None) -> Kind:
     return Kind.MAIN if main else Kind.SUB_AGENT
 
 
-def _alone(records: Sequence[CallRecord], windows: Sequence[int], roles: Sequence[Role]) -> set[int]:
+def _alone(records: Sequence[CallRecord], windows: Sequence[int], roles: Sequence[CallRole]) -> set[int]:
     """Side calls that nobody recognised when they were made, such as a title before everything else: the root agent
     offers no tools in a window of this one call, though it does in others."""
     main = [record for record in records if record.agent == ROOT_AGENT and roles[record.seq] != "side"]
@@ -129,7 +129,7 @@ def _continued_calls(records: Sequence[CallRecord]) -> list[int]:
     return found
 
 
-def _windows(records: Sequence[CallRecord], continues: Sequence[int], roles: Sequence[Role]) -> list[int]:
+def _windows(records: Sequence[CallRecord], continues: Sequence[int], roles: Sequence[CallRole]) -> list[int]:
     """For each call, its context window.
 
     What a record says of itself is certain: with ``compacts`` or the forks ``agent``, ``compaction`` and ``opening`` a

@@ -278,50 +278,37 @@ def _stats(targets: Targets, objective: Objective, truncated: Tensor, oldest: tu
     if len(ratio) == len(mismatch):
         advantage = targets.spread(advantage)
     positive, negative = advantage > 0, advantage < 0
-    values = [
-        positive.sum(),
-        negative.sum(),
-        (positive & (ratio > targets.high)).sum(),
-        (negative & (ratio < targets.low)).sum(),
-        (positive & (behaviour_ratio > targets.high)).sum(),
-        (negative & (behaviour_ratio < targets.low)).sum(),
-        truncated.sum(),
-        mismatch.sum(),
-        mismatch.abs().sum(),
-        mismatch.abs().max(),
-        sequence.abs().sum(),
-        sequence.abs().max(),
-    ]
+    counts = {
+        "positive": positive.sum(),
+        "negative": negative.sum(),
+        "clipped_positive": (positive & (ratio > targets.high)).sum(),
+        "clipped_negative": (negative & (ratio < targets.low)).sum(),
+        "outside_positive": (positive & (behaviour_ratio > targets.high)).sum(),
+        "outside_negative": (negative & (behaviour_ratio < targets.low)).sum(),
+        "truncated": truncated.sum(),
+    }
+    sums = {
+        "sum_delta": mismatch.sum(),
+        "sum_abs_delta": mismatch.abs().sum(),
+        "max_token_delta": mismatch.abs().max(),
+        "sum_abs_sequence_log_ratio": sequence.abs().sum(),
+        "max_sequence_log_ratio": sequence.abs().max(),
+    }
     edges = torch.tensor(EDGES, dtype=torch.float64, device=mismatch.device)
     token_bins = torch.bincount(_bins(mismatch, edges), minlength=len(edges) + 1)
     # one transfer for all: each would wait for the device
-    scalars = torch.stack([value.to(torch.float64) for value in values])
-    counts, histogram, where = (
-        part.tolist()
-        for part in torch.cat([scalars, token_bins.to(torch.float64), _bins(sequence, edges).to(torch.float64)]).split(
-            [len(values), len(edges) + 1, len(sequence)]
-        )
-    )
+    parts = [torch.stack([*counts.values()]), torch.stack([*sums.values()]), token_bins, _bins(sequence, edges)]
+    moved = torch.cat([part.to(torch.float64) for part in parts]).cpu().split([len(part) for part in parts])
+    count_values, sum_values, histogram, sequence_bins = (part.tolist() for part in moved)
     by_version: dict[str, Histogram] = {}
-    for version, place in zip(oldest, where, strict=True):
+    for version, place in zip(oldest, sequence_bins, strict=True):
         by_version[str(version)] = add(by_version.get(str(version), {}), {str(int(place)): 1})
-    plus, minus, clipped_plus, clipped_minus, outside_plus, outside_minus, cut = (int(count) for count in counts[:7])
     return LossStats(
         trajectories=len(targets.lengths),
         targets=len(mismatch),
         units=len(ratio),
-        positive=plus,
-        negative=minus,
-        clipped_positive=clipped_plus,
-        clipped_negative=clipped_minus,
-        outside_positive=outside_plus,
-        outside_negative=outside_minus,
-        truncated=cut,
-        sum_delta=counts[7],
-        sum_abs_delta=counts[8],
-        max_token_delta=counts[9],
-        sum_abs_sequence_log_ratio=counts[10],
-        max_sequence_log_ratio=counts[11],
+        **dict(zip(counts, map(int, count_values), strict=True)),
+        **dict(zip(sums, sum_values, strict=True)),
         token_delta={str(k): int(count) for k, count in enumerate(histogram) if count},
         sequence_log_ratio=by_version,
     )

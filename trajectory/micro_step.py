@@ -19,10 +19,8 @@ import numpy.typing as npt
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from trajectory.records import Float32, Int32
+from trajectory.records import Float32, Float64, Int32
 from trajectory.tree import Bool, Index
-
-Float64 = npt.NDArray[np.float64]
 
 _METADATA: Final = "gyre.micro_step"
 _PER_TOKEN: Final = {

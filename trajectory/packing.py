@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-Pack = list[tuple[int, int]]
+PackMembers = list[tuple[int, int]]
 """(episode, trajectory) positions in the input, ordered by the episode's name."""
 
 
 @dataclass(frozen=True)
-class Shape:
+class EpisodeShape:
     """The s trajectories of one episode, as far as packing is concerned."""
 
     name: str
@@ -32,7 +32,7 @@ class Shape:
     """common[i]: tokens with which trajectories order[i] and order[i + 1] begin alike; s − 1 numbers."""
 
     @classmethod
-    def unshared(cls, name: str, lengths: Sequence[int]) -> Shape:
+    def unshared(cls, name: str, lengths: Sequence[int]) -> EpisodeShape:
         """Trajectories that are computed whole, whatever they share."""
         return cls(name, lengths, range(len(lengths)), [0] * max(len(lengths) - 1, 0))
 
@@ -63,7 +63,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Packing:
-    packs: list[Pack]
+    packs: list[PackMembers]
     recomputed: int
     """Tokens that are computed again because trajectories that share them had to be split."""
 
@@ -77,7 +77,7 @@ class _Unit:
     """(episode's name, trajectory)."""
 
 
-def pack(shapes: Sequence[Shape], budget: int) -> Packing:
+def pack(shapes: Sequence[EpisodeShape], budget: int) -> Packing:
     """Packs of at most ``budget`` tokens each, of similar size, and few.
 
     Within an episode, from the deepest branching up: what is below a branching is put into as few units as best-fit
@@ -98,7 +98,7 @@ def pack(shapes: Sequence[Shape], budget: int) -> Packing:
     )
 
 
-def _units(shape: Shape, budget: int) -> list[_Unit]:
+def _units(shape: EpisodeShape, budget: int) -> list[_Unit]:
     """The units of one episode: a single one if that fits."""
     if not shape.lengths:
         return []

@@ -18,7 +18,7 @@ from trajectory.advantage import group_advantage
 from trajectory.config import TrajectoryConfig
 from trajectory.kinds import classify
 from trajectory.micro_step import MicroStep
-from trajectory.packing import Pack, Shape, pack
+from trajectory.packing import EpisodeShape, PackMembers, pack
 from trajectory.records import CallRecord
 from trajectory.reduction import REDUCTIONS
 from trajectory.selection import Selection, Trajectory, select
@@ -27,7 +27,7 @@ from trajectory.tree import EpisodeTree
 
 
 @dataclass(frozen=True)
-class EpisodeInput:
+class GradedEpisode:
     episode: str
     records: Sequence[CallRecord]
     """All calls in ``seq`` order. Those of an excluded episode are counted but not examined."""
@@ -49,10 +49,10 @@ class ProcessedGroup:
 
 
 @dataclass(frozen=True)
-class _Episode:
+class _BuiltEpisode:
     tree: EpisodeTree
     selection: Selection
-    shape: Shape
+    shape: EpisodeShape
     weights: list[float]
 
     @property
@@ -60,7 +60,7 @@ class _Episode:
         return sum(t.targets for t in self.selection.trajectories)
 
 
-def process_group(episodes: Sequence[EpisodeInput], config: TrajectoryConfig) -> ProcessedGroup:
+def process_group(episodes: Sequence[GradedEpisode], config: TrajectoryConfig) -> ProcessedGroup:
     """Micro-steps of one group.
 
     Raises RecordError, naming the episode, when a valid episode's records are not one complete episode, and
@@ -78,7 +78,7 @@ def process_group(episodes: Sequence[EpisodeInput], config: TrajectoryConfig) ->
     recomputed = 0
     if not outcome.reason:
         # an episode without trajectories, excluded or not, has no part in the packing
-        shapes = [b.shape if b else Shape.unshared(e.episode, []) for e, b in zip(episodes, built, strict=True)]
+        shapes = [b.shape if b else EpisodeShape.unshared(e.episode, []) for e, b in zip(episodes, built, strict=True)]
         packing = pack(shapes, config.token_budget)
         recomputed = packing.recomputed
         micro_steps = [_micro_step(members, built, outcome.advantages) for members in packing.packs]
@@ -90,22 +90,22 @@ def process_group(episodes: Sequence[EpisodeInput], config: TrajectoryConfig) ->
     )
 
 
-def _build(episode: EpisodeInput, config: TrajectoryConfig) -> _Episode:
+def _build(episode: GradedEpisode, config: TrajectoryConfig) -> _BuiltEpisode:
     tree = episode.tree or EpisodeTree.from_records(episode.records)
     selection = select(
         tree, classify(episode.records), config.cap, draw=config.draw, summary_reserve=config.summary_reserve
     )
     trajectories = selection.trajectories
     weights = REDUCTIONS[config.reduction].weights([t.targets for t in trajectories])
-    return _Episode(tree, selection, shape_of(tree, trajectories, config.share_prefixes), weights)
+    return _BuiltEpisode(tree, selection, shape_of(tree, trajectories, config.share_prefixes), weights)
 
 
-def shape_of(tree: EpisodeTree, trajectories: Sequence[Trajectory], shared: bool) -> Shape:
+def shape_of(tree: EpisodeTree, trajectories: Sequence[Trajectory], shared: bool) -> EpisodeShape:
     """The trajectories' lengths and, if prefixes are shared, common beginnings: whole nodes of the tree, but for the
     node in which one of two ends."""
     lengths = [t.length for t in trajectories]
     if not shared:
-        return Shape.unshared(tree.episode, lengths)
+        return EpisodeShape.unshared(tree.episode, lengths)
     order = sorted(range(len(trajectories)), key=lambda i: (trajectories[i].nodes, lengths[i]))
     common = []
     for i, j in pairwise(order):
@@ -113,10 +113,12 @@ def shape_of(tree: EpisodeTree, trajectories: Sequence[Trajectory], shared: bool
         differ = next((k for k, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))
         together = int(tree.depth[one[differ]]) if differ < len(one) else lengths[i]
         common.append(min(together, lengths[i], lengths[j]))
-    return Shape(tree.episode, lengths, order, common)
+    return EpisodeShape(tree.episode, lengths, order, common)
 
 
-def _micro_step(members: Pack, built: Sequence[_Episode | None], advantages: Sequence[float | None]) -> MicroStep:
+def _micro_step(
+    members: PackMembers, built: Sequence[_BuiltEpisode | None], advantages: Sequence[float | None]
+) -> MicroStep:
     """The pack's trajectories, each from where what it shares with an earlier one ends.
 
     An owned token is on no earlier selected path, so a shared prefix has no target of the later trajectory.

@@ -24,6 +24,7 @@ import xxhash
 
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
+Float64 = npt.NDArray[np.float64]
 
 FIRST_HASH: Final = "0" * 32
 MOVED: Final = ("moved_tokens", "moved_from_store", "moved_recomputed", "moved_bytes")

@@ -43,7 +43,7 @@ from workflows.contracts.results import (
     StepInput,
     Verdict,
 )
-from workflows.scheduling.policies import Decision, PoolView
+from workflows.scheduling.pool_view import Decision, PoolView
 
 Result = TypeVar("Result")
 

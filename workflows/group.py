@@ -114,8 +114,9 @@ class Group:
             if is_cancelled_exception(error):
                 return without_reward(name, Outcome.CANCELLED, "cancelled")
             return without_reward(name, Outcome.INFRA_FAILED, cause_of(error))
+        ungraded = EpisodeResult(episode=name, outcome=ended.outcome, reward=None, exit=ended, detail=ended.detail)
         if not ended.gradeable:
-            return EpisodeResult(episode=name, outcome=ended.outcome, reward=None, exit=ended, detail=ended.detail)
+            return ungraded
         try:
             verdict = await activity_calls.grade_episode(
                 GradeInput(episode=name, task_set=self._task_set(), task=group.task, workspace_ref=ended.workspace_ref)
@@ -123,23 +124,9 @@ class Group:
         except ActivityError as error:
             if isinstance(error.cause, CancelledError):
                 return without_reward(name, Outcome.CANCELLED, "cancelled while it was graded")
-            detail = cause_of(error)
-            return EpisodeResult(
-                episode=name,
-                outcome=Outcome.EVALUATOR_FAILED,
-                reward=None,
-                exit=ended,
-                detail=detail,
-                evaluator=evaluator_of(error),
-            )
-        return EpisodeResult(
-            episode=name,
-            outcome=ended.outcome,
-            reward=verdict.reward,
-            exit=ended,
-            detail=ended.detail,
-            evaluator=verdict.evaluator,
-        )
+            failed = {"detail": cause_of(error), "evaluator": evaluator_of(error)}
+            return ungraded.model_copy(update={"outcome": Outcome.EVALUATOR_FAILED, **failed})
+        return ungraded.model_copy(update={"reward": verdict.reward, "evaluator": verdict.evaluator})
 
     def _task_set(self) -> str:
         tasks = self.group.config.tasks

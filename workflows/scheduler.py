@@ -30,7 +30,8 @@ with workflow.unsafe.imports_passed_through():
         TrainerGone,
     )
     from workflows.contracts.results import ResizeRequest
-    from workflows.scheduling.policies import Assignment, CellView, Decision, PoolView, StepView, decide
+    from workflows.scheduling.policies import decide
+    from workflows.scheduling.pool_view import Assignment, CellView, Decision, PoolView, StepView
     from workflows.signals import tell
 
 KEPT_SWITCHES = 8

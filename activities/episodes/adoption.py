@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from temporalio.client import AsyncActivityCancelledError, AsyncActivityHandle
 from temporalio.service import RPCError, RPCStatusCode
 
-from activities.episodes.run import TOKEN_FILE, Attempt
+from activities.episodes.run import TOKEN_FILE, AdoptableAttempt
 from activities.episodes.runner import EpisodeRunner
 from activities.services import Services
 from infra.settings import Settings
@@ -23,27 +23,27 @@ log = logging.getLogger(__name__)
 BEAT_S = 5.0
 
 
-def find_orphans(settings: Settings) -> list[Attempt]:
+def find_orphans(settings: Settings) -> list[AdoptableAttempt]:
     """Attempts whose token lies in an episode's folder. Call before this worker starts attempts of its own."""
     found = []
     for file in sorted(settings.episodes.glob(f"*/*/*/*/{TOKEN_FILE}")):
         try:
-            found.append(Attempt.model_validate_json(file.read_text(encoding="utf-8")))
+            found.append(AdoptableAttempt.model_validate_json(file.read_text(encoding="utf-8")))
         except ValidationError as error:
             log.warning("%s is no attempt: %s", file, error)
     return found
 
 
-async def adopt(services: Services, orphans: list[Attempt]) -> None:
+async def adopt(services: Services, orphans: list[AdoptableAttempt]) -> None:
     """Follow every orphan to its end."""
     await asyncio.gather(*(_adopt(services, orphan) for orphan in orphans))
 
 
-async def _adopt(services: Services, attempt: Attempt) -> None:
+async def _adopt(services: Services, attempt: AdoptableAttempt) -> None:
     runner = EpisodeRunner(services)
     handle = services.temporal.get_async_activity_handle(task_token=bytes.fromhex(attempt.token))
     token = runner.folder(attempt.episode) / TOKEN_FILE
-    following = asyncio.create_task(runner.run(attempt.episode, lambda: None))
+    following = asyncio.create_task(runner.run(attempt.episode))
     try:
         if await _alive(handle, following):
             await handle.complete(await following)

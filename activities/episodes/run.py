@@ -24,7 +24,7 @@ from workflows.contracts.results import EpisodeExit, EpisodeInput
 TOKEN_FILE = "activity.json"
 
 
-class Attempt(Contract):
+class AdoptableAttempt(Contract):
     """What a worker needs to go on with an attempt that another process started."""
 
     token: str
@@ -39,10 +39,12 @@ class EpisodeActivities:
     @activity.defn(name="run_episode")
     async def run_episode(self, episode: EpisodeInput) -> EpisodeExit:
         token = self._runner.folder(episode) / TOKEN_FILE
-        await asyncio.to_thread(_write, token, Attempt(token=activity.info().task_token.hex(), episode=episode))
+        await asyncio.to_thread(
+            _write, token, AdoptableAttempt(token=activity.info().task_token.hex(), episode=episode)
+        )
         try:
             async with beating(5.0):  # also while an older lease runs out, and while the workspace is packed and stored
-                ended = await self._runner.run(episode, lambda: None)
+                ended = await self._runner.run(episode)
         except asyncio.CancelledError:
             details = activity.cancellation_details()
             if details is not None and details.cancel_requested:
@@ -56,6 +58,6 @@ class EpisodeActivities:
         return ended
 
 
-def _write(file: Path, attempt: Attempt) -> None:
+def _write(file: Path, attempt: AdoptableAttempt) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     write_whole(file, attempt.model_dump_json())

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -88,14 +87,14 @@ class EpisodeRunner:
     def name(episode: EpisodeInput) -> str:
         return names.episode_name(episode.run, episode.step, episode.group, episode.index)
 
-    async def run(self, episode: EpisodeInput, on_beat: Callable[[], None]) -> EpisodeExit:
+    async def run(self, episode: EpisodeInput) -> EpisodeExit:
         """To the end. Cancelling leaves the harness running, to be adopted; ``cancel`` ends it."""
         name = self.name(episode)
         await demand.episode_started(self._redis, episode.run, episode.step, name)
         start = await self._current(name)
         while True:
             try:
-                exit_ = await self._run_generation(episode, start, on_beat)
+                exit_ = await self._run_generation(episode, start)
                 break
             except SupervisorLost as lost:
                 if start.generation > episode.restarts:
@@ -138,14 +137,13 @@ class EpisodeRunner:
         line = f"{at} generation {lost.generation} was lost: {why}"[:240] + f"; {then}"
         await self._redis.hset(keys.restarts(lost.name), str(lost.generation), line)
 
-    async def _run_generation(self, episode: EpisodeInput, start: Start, on_beat: Callable[[], None]) -> Exit:
+    async def _run_generation(self, episode: EpisodeInput, start: Start) -> Exit:
         await self._take_over(start, self.folder(episode))
-        return await wait(await self._launch(episode, start), on_beat)
+        return await wait(await self._launch(episode, start))
 
     async def _launch(self, episode: EpisodeInput, start: Start) -> Running:
         """Start or adopt; a fresh key is made for the case that it starts, and revoked when it wasn't needed."""
-        settings, sampling = self._services.settings, episode.sampling
-        harness = harness_named(episode.harness, settings.harnesses)
+        harness = harness_named(episode.harness, self._services.settings.harnesses)
         api_key = f"gyre-{secrets.token_urlsafe(24)}"
         launch = await self._describe(episode, start, api_key)
         stands_for = keys.EpisodeKey(
@@ -153,10 +151,7 @@ class EpisodeRunner:
             generation=start.generation,
             min_version=episode.min_version,
             max_version=episode.max_version,
-            temperature=sampling.temperature,
-            max_new_tokens=sampling.max_new_tokens,
-            context_limit=sampling.context_limit,
-            max_calls=sampling.max_calls,
+            **dict(episode.sampling),
             harness=harness.name,
             patience_s=harness.patience_s,
             early_stream=harness.early_stream,

@@ -82,7 +82,7 @@ class Held:
 
 
 @dataclass
-class OpenStep:
+class StepSum:
     """The step whose gradient sum is in the replica."""
 
     run: str
@@ -103,7 +103,7 @@ class Update:
 
 
 @dataclass(frozen=True)
-class Source:
+class PublishedWeights:
     """Weights that others can read from this process."""
 
     name: str
@@ -125,9 +125,9 @@ class ReplicaService:
         self._busy: str | None = None
         self._held: Held | None = None
         self._optimizer: Held | None = None  # the weights whose optimizer state is held
-        self._open: OpenStep | None = None
+        self._open: StepSum | None = None
         self._update: Update | None = None
-        self._source: Source | None = None
+        self._source: PublishedWeights | None = None
         self._resident_bytes = replica.resident_bytes()
 
     async def status(self) -> Status:
@@ -216,7 +216,7 @@ class ReplicaService:
                 name = f"weights/{held.run}/{held.version}"
                 weights = await self._torch(self._replica.weights)
                 manifest = await asyncio.to_thread(self._publisher.publish, name, weights)
-                self._source = before = Source(name, held, manifest)
+                self._source = before = PublishedWeights(name, held, manifest)
             key = keys.weights(held.run, held.version)
             await self._redis.hset(key, self.incarnation, before.manifest.model_dump_json())
             await self._redis.expire(key, MANIFEST_TTL_S)
@@ -249,7 +249,7 @@ class ReplicaService:
         logger.warning("incarnation %s was declared lost and is fenced", self.incarnation)
         self.incarnation = uuid.uuid4().hex
 
-    async def _withdraw_weights(self, source: Source) -> None:
+    async def _withdraw_weights(self, source: PublishedWeights) -> None:
         await self._redis.hdel(keys.weights(source.of.run, source.of.version), self.incarnation)
         self._source = None
         await asyncio.to_thread(self._publisher.withdraw, source.name)
@@ -306,7 +306,7 @@ class ReplicaService:
             raise _refused(f"holds {what}, not version {version} of run {run}")
         return held
 
-    async def _open_step(self, run: str, step: int, version: int) -> OpenStep:
+    async def _open_step(self, run: str, step: int, version: int) -> StepSum:
         """The step's ledger, begun with a zero sum when it is new."""
         opened = self._open
         last = self._update.facts if self._update else None
@@ -320,7 +320,7 @@ class ReplicaService:
             return opened
         await self._withdraw_sum()
         await self._torch(self._replica.begin, step)
-        self._open = OpenStep(run, step, version)
+        self._open = StepSum(run, step, version)
         return self._open
 
     async def _withdraw_sum(self) -> None:
@@ -420,5 +420,5 @@ def _refused(detail: str) -> ReplicaError:
     return ReplicaError(Problem(detail=detail))
 
 
-def _sum_name(opened: OpenStep) -> str:
+def _sum_name(opened: StepSum) -> str:
     return f"gradient/{opened.run}/{opened.step}"

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from trajectory.config import TrajectoryConfig
-from trajectory.process import EpisodeInput, process_group
+from trajectory.process import GradedEpisode, process_group
 from trajectory.records import decode_chain
 from trajectory.tree import EpisodeTree
 
@@ -44,7 +44,7 @@ def measure(encoded: dict[str, list[bytes]], config: TrajectoryConfig) -> dict[s
     for position, (name, data) in enumerate(encoded.items()):
         records = decode_chain(data)
         tree = EpisodeTree.from_records(records)
-        episodes.append(EpisodeInput(name, records, float(position % 2), tree))
+        episodes.append(GradedEpisode(name, records, float(position % 2), tree))
     done = process_group(episodes, config)
     packed = time.process_time()
     size = sum(len(micro_step.to_bytes()) for micro_step in done.micro_steps)

@@ -14,7 +14,7 @@ import pytest
 from tests.bench.synthetic_episodes import EpisodeShape, encoded_episode
 from trajectory.config import TrajectoryConfig
 from trajectory.kinds import classify
-from trajectory.process import EpisodeInput, process_group
+from trajectory.process import GradedEpisode, process_group
 from trajectory.records import decode_chain
 from trajectory.tree import EpisodeTree
 from trajectory.verify import verify_provenance
@@ -39,7 +39,7 @@ def test_a_synthetic_episode_has_its_windows_summaries_and_sub_agents(windows: i
 def test_every_target_of_a_synthetic_group_is_proven() -> None:
     shape = EpisodeShape(tokens=30_000, calls=120)
     records = {f"e{i}": decode_chain(encoded_episode(f"e{i}", i, shape)) for i in range(4)}
-    episodes = [EpisodeInput(name, of, float(i % 2)) for i, (name, of) in enumerate(records.items())]
+    episodes = [GradedEpisode(name, of, float(i % 2)) for i, (name, of) in enumerate(records.items())]
     done = process_group(episodes, TrajectoryConfig(token_budget=20_000, share_prefixes=True))
     assert verify_provenance(done.micro_steps, records).targets == done.stats.trained_tokens
     assert done.recomputed_tokens > 0

@@ -34,7 +34,7 @@ from infra.megatron.replica import Replica
 from tests.bench.synthetic_episodes import EpisodeShape, encoded_episode
 from trajectory.config import OptimizerConfig, TrajectoryConfig
 from trajectory.micro_step import MicroStep
-from trajectory.process import EpisodeInput, process_group
+from trajectory.process import GradedEpisode, process_group
 from trajectory.records import decode_chain
 
 CAP: Final = 5
@@ -178,7 +178,7 @@ def _forms(plan: Plan, windows: int) -> list[Form]:
     for number in range(2):
         name = f"bench/{windows}/{number}"
         records = decode_chain(encoded_episode(name, plan.seed + number, shape))
-        episodes.append(EpisodeInput(name, records, reward=float(number)))
+        episodes.append(GradedEpisode(name, records, reward=float(number)))
     forms = []
     for cap, limit in (("cap", CAP), ("all", None)):
         config = TrajectoryConfig(cap=limit, token_budget=1 << 30, share_prefixes=True)

@@ -11,7 +11,7 @@ from activities.forecasting import Forecasts
 from infra.state import demand, durations
 from workflows.contracts.configuration import SchedulerConfig
 from workflows.names import episode_name
-from workflows.scheduling.policies import CellView, PoolView, StepView
+from workflows.scheduling.pool_view import CellView, PoolView, StepView
 
 TASKS = ["set#0", "set#1", "set#2"]
 

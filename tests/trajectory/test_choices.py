@@ -17,7 +17,7 @@ from trajectory.advantage import ADVANTAGES
 from trajectory.config import LOSS_NAMES, LossConfig, TrajectoryConfig
 from trajectory.loss import LOSSES, LossBatch, loss_named, policy_loss
 from trajectory.plugins import Choices, PluginError
-from trajectory.process import EpisodeInput, process_group
+from trajectory.process import GradedEpisode, process_group
 from trajectory.reduction import REDUCTIONS
 from trajectory.selection import DRAWS
 
@@ -66,7 +66,7 @@ def test_the_loss_of_an_installed_package_is_trained_with_its_own_clips(folder: 
     assert (chosen.epsilon_low, chosen.epsilon_high) == (None, None)
     assert LossConfig.model_validate_json(chosen.model_dump_json()) == chosen
     scripts = [random_script(random.Random(i), f"e/{i}", 8) for i in range(4)]
-    group = [EpisodeInput(s.episode, s.records, float(i % 2)) for i, s in enumerate(scripts)]
+    group = [GradedEpisode(s.episode, s.records, float(i % 2)) for i, s in enumerate(scripts)]
     micro_step = process_group(group, TrajectoryConfig()).micro_steps[0]
     batch = LossBatch.from_micro_step(micro_step, "cpu")
     logp = torch.full((micro_step.tokens,), -1.0, dtype=torch.float64)

@@ -21,7 +21,7 @@ from trajectory.config import LossConfig, TrajectoryConfig
 from trajectory.gauges import MEANING, Gauges, combine, group_gauges, loss_gauges, summary
 from trajectory.loss import LossBatch, LossStats, policy_loss
 from trajectory.micro_step import MicroStep
-from trajectory.process import EpisodeInput, process_group
+from trajectory.process import GradedEpisode, process_group
 
 # --- what adds up
 
@@ -61,7 +61,7 @@ def test_a_quantile_of_nothing_is_none_and_beyond_all_bins_infinite() -> None:
 # --- how far serving and training disagree
 
 
-def _group() -> list[EpisodeInput]:
+def _group() -> list[GradedEpisode]:
     """Four episodes of one trajectory each: the best and the worst have tool calls that are none, one is excluded."""
     first, second, third, fourth = (Script(f"e{i}") for i in range(4))
     first.call([1], [5, 6], version=3)
@@ -74,10 +74,10 @@ def _group() -> list[EpisodeInput]:
     first.records[1] = _with(first.records[1], malformed=2)
     second.records[0] = _with(second.records[0], malformed=1)
     return [
-        EpisodeInput("e0", first.records, 1.0),
-        EpisodeInput("e1", second.records, 0.0),
-        EpisodeInput("e2", third.records, 0.5),
-        EpisodeInput("e3", fourth.records, None),
+        GradedEpisode("e0", first.records, 1.0),
+        GradedEpisode("e1", second.records, 0.0),
+        GradedEpisode("e2", third.records, 0.5),
+        GradedEpisode("e3", fourth.records, None),
     ]
 
 
@@ -195,7 +195,7 @@ def test_an_evaluation_says_nothing_of_training() -> None:
 @settings(max_examples=100, deadline=None)
 @given(groups(), st.sampled_from([1, 2, 5, None]), st.booleans())
 def test_every_sampled_token_is_trained_left_out_or_without_gradient(
-    group: list[EpisodeInput], cap: int | None, share: bool
+    group: list[GradedEpisode], cap: int | None, share: bool
 ) -> None:
     done = process_group(group, TrajectoryConfig(cap=cap, share_prefixes=share, token_budget=40))
     gauges = group_gauges(done.stats, task="t", excluded={}, version=6)
@@ -211,7 +211,7 @@ def test_every_sampled_token_is_trained_left_out_or_without_gradient(
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(groups(), min_size=1, max_size=4), st.randoms(use_true_random=False))
-def test_gauges_of_groups_add_up_in_any_order_and_grouping(step: list[list[EpisodeInput]], rng: random.Random) -> None:
+def test_gauges_of_groups_add_up_in_any_order_and_grouping(step: list[list[GradedEpisode]], rng: random.Random) -> None:
     parts = [
         group_gauges(process_group(g, TrajectoryConfig()).stats, task=f"t{i % 2}", excluded={"cancelled": i}, version=5)
         for i, g in enumerate(step)

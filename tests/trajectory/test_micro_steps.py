@@ -22,7 +22,7 @@ from trajectory_reference import Script, advantages, groups, has_gradient, rando
 from trajectory.advantage import ADVANTAGES, group_advantage
 from trajectory.config import TrajectoryConfig
 from trajectory.micro_step import MicroStep, MicroStepError
-from trajectory.process import EpisodeInput, GroupStats, process_group
+from trajectory.process import GradedEpisode, GroupStats, process_group
 from trajectory.records import CallRecord, RecordError
 from trajectory.verify import ProvenanceError, verify_provenance
 
@@ -36,13 +36,13 @@ configs = st.builds(
 )
 
 
-def example_group(seed: int = 7) -> list[EpisodeInput]:
+def example_group(seed: int = 7) -> list[GradedEpisode]:
     names = [f"run/step/000001/g/000/e/{i:02d}" for i in range(4)]
     scripts = [random_script(random.Random(seed + i), name, 8) for i, name in enumerate(names)]
-    return [EpisodeInput(s.episode, s.records, float(i % 2)) for i, s in enumerate(scripts)]
+    return [GradedEpisode(s.episode, s.records, float(i % 2)) for i, s in enumerate(scripts)]
 
 
-def _records(group: list[EpisodeInput]) -> dict[str, Sequence[CallRecord]]:
+def _records(group: list[GradedEpisode]) -> dict[str, Sequence[CallRecord]]:
     return {e.episode: e.records for e in group}
 
 
@@ -107,7 +107,7 @@ def test_episodes_without_gradient_count_in_the_normaliser() -> None:
     script.call([1], [5, 6, 7])
     other = Script("e1")
     other.call([1], [8])
-    group = [EpisodeInput("e0", script.records, 1.0), EpisodeInput("e1", other.records, 1.0)]
+    group = [GradedEpisode("e0", script.records, 1.0), GradedEpisode("e1", other.records, 1.0)]
     for reduction, expected in (("episode_tokens", 2), ("episode_trajectories", 2), ("tokens", 4)):
         done = process_group(group, TrajectoryConfig(reduction=reduction))
         assert (done.stats.reason, done.micro_steps, done.normaliser) == ("no_variance", [], expected)
@@ -118,7 +118,7 @@ def test_episodes_without_gradient_count_in_the_normaliser() -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(groups(), configs)
-def test_micro_steps_carry_the_group_and_nothing_else(group: list[EpisodeInput], config: TrajectoryConfig) -> None:
+def test_micro_steps_carry_the_group_and_nothing_else(group: list[GradedEpisode], config: TrajectoryConfig) -> None:
     done = process_group(group, config)
     stats = done.stats
     assert bool(done.micro_steps) == has_gradient(group) == (stats.reason == "")
@@ -154,7 +154,7 @@ def test_micro_steps_carry_the_group_and_nothing_else(group: list[EpisodeInput],
 @settings(max_examples=100, deadline=None)
 @given(groups(), configs, st.randoms(use_true_random=False))
 def test_the_order_of_arrival_changes_no_byte(
-    group: list[EpisodeInput], config: TrajectoryConfig, rng: random.Random
+    group: list[GradedEpisode], config: TrajectoryConfig, rng: random.Random
 ) -> None:
     shuffled = rng.sample(group, len(group))
     one, other = process_group(group, config), process_group(shuffled, config)
@@ -196,7 +196,7 @@ def test_an_unknown_setting_is_refused() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(groups(), configs)
-def test_a_micro_step_survives_its_bytes(group: list[EpisodeInput], config: TrajectoryConfig) -> None:
+def test_a_micro_step_survives_its_bytes(group: list[GradedEpisode], config: TrajectoryConfig) -> None:
     for micro_step in process_group(group, config).micro_steps:
         data = micro_step.to_bytes()
         again = MicroStep.from_bytes(data)
@@ -265,7 +265,7 @@ def test_columns_that_do_not_fit_are_refused(column: str, change: Callable[[Any]
 
 @settings(max_examples=150, deadline=None)
 @given(groups(), configs)
-def test_every_target_is_one_position_of_one_record(group: list[EpisodeInput], config: TrajectoryConfig) -> None:
+def test_every_target_is_one_position_of_one_record(group: list[GradedEpisode], config: TrajectoryConfig) -> None:
     done = process_group(group, config)
     found = verify_provenance(done.micro_steps, _records(group))
     assert found.targets == done.stats.trained_tokens
@@ -307,7 +307,7 @@ def test_a_target_moved_along_its_sequence_is_found() -> None:
     script.call([1], [5, 5])
     other = Script("e1")
     other.call([1], [6])
-    group = [EpisodeInput("e0", script.records, 1.0), EpisodeInput("e1", other.records, 0.0)]
+    group = [GradedEpisode("e0", script.records, 1.0), GradedEpisode("e1", other.records, 0.0)]
     (micro_step,) = process_group(group, TrajectoryConfig()).micro_steps
     cut = dataclasses.replace(micro_step, ids=np.where(micro_step.ids == 6, 5, micro_step.ids))
     assert verify_provenance([micro_step], _records(group)).targets == 3
@@ -321,7 +321,7 @@ def test_a_target_moved_along_its_sequence_is_found() -> None:
 
 @given(groups())
 @settings(max_examples=30, deadline=None)
-def test_records_of_another_group_explain_nothing(group: list[EpisodeInput]) -> None:
+def test_records_of_another_group_explain_nothing(group: list[GradedEpisode]) -> None:
     done = process_group(group, TrajectoryConfig())
     assume(done.micro_steps)
     with pytest.raises(ProvenanceError, match="no records of this episode"):

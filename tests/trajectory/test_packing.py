@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trajectory.packing import Pack, Packing, Shape, pack
+from trajectory.packing import EpisodeShape, Packing, PackMembers, pack
 
 Words = list[tuple[int, ...]]
 """The trajectories of one episode as sequences of tokens."""
@@ -22,18 +22,18 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def _shape(name: str, trajectories: Words) -> Shape:
+def _shape(name: str, trajectories: Words) -> EpisodeShape:
     order = sorted(range(len(trajectories)), key=lambda i: trajectories[i])
     common = [_common(trajectories[i], trajectories[j]) for i, j in pairwise(order)]
-    return Shape(name, [len(t) for t in trajectories], order, common)
+    return EpisodeShape(name, [len(t) for t in trajectories], order, common)
 
 
-def _cost(episodes: list[Words], members: Pack) -> int:
+def _cost(episodes: list[Words], members: PackMembers) -> int:
     """Tokens of a pack: each prefix once."""
     return len({(e, episodes[e][t][: i + 1]) for e, t in members for i in range(len(episodes[e][t]))})
 
 
-def _everything(episodes: list[Words]) -> Pack:
+def _everything(episodes: list[Words]) -> PackMembers:
     return [(e, t) for e, trajectories in enumerate(episodes) for t in range(len(trajectories))]
 
 
@@ -96,9 +96,9 @@ def test_a_prefix_is_taken_from_the_one_before_that_shares_most(trajectories: Wo
 
 
 def test_packs_are_as_few_as_the_budget_allows_and_of_similar_size() -> None:
-    equal = [Shape.unshared(f"e{i}", [10]) for i in range(10)]
+    equal = [EpisodeShape.unshared(f"e{i}", [10]) for i in range(10)]
     assert sorted(len(members) for members in pack(equal, 45).packs) == [3, 3, 4]
-    mixed = [Shape.unshared(f"e{i}", [n]) for i, n in enumerate([60, 50, 40, 30, 20, 10, 10, 300])]
+    mixed = [EpisodeShape.unshared(f"e{i}", [n]) for i, n in enumerate([60, 50, 40, 30, 20, 10, 10, 300])]
     sizes = sorted(sum(mixed[e].lengths[t] for e, t in members) for members in pack(mixed, 119).packs)
     assert sizes == [110, 110, 300]
 
@@ -119,6 +119,6 @@ def test_many_branches_under_a_small_budget_are_packed_quickly() -> None:
 
 def test_a_budget_of_nothing_and_a_name_given_twice_are_refused() -> None:
     with pytest.raises(ValueError, match="holds nothing"):
-        pack([Shape.unshared("e", [1])], 0)
+        pack([EpisodeShape.unshared("e", [1])], 0)
     with pytest.raises(ValueError, match="same name"):
-        pack([Shape.unshared("e", [1]), Shape.unshared("e", [1])], 5)
+        pack([EpisodeShape.unshared("e", [1]), EpisodeShape.unshared("e", [1])], 5)

@@ -32,7 +32,7 @@ from trajectory.advantage import ADVANTAGES
 from trajectory.config import LossConfig, TrajectoryConfig
 from trajectory.loss import LOSSES, LossBatch, LossStats, policy_loss
 from trajectory.micro_step import MicroStep
-from trajectory.process import EpisodeInput, process_group
+from trajectory.process import GradedEpisode, process_group
 from trajectory.reduction import REDUCTIONS
 from trajectory.selection import DRAWS
 
@@ -40,11 +40,11 @@ PROXIMAL = LossConfig()
 BEHAVIOUR = LossConfig(old="behaviour", mismatch_p99=0.0)
 
 
-def _keys(group: Sequence[EpisodeInput]) -> list[Key]:
+def _keys(group: Sequence[GradedEpisode]) -> list[Key]:
     return [(e.episode, *by) for e in group for by in samplers(e.records)[0].values()]
 
 
-def _free_log_probs(group: Sequence[EpisodeInput], rng: random.Random, spread: float) -> dict[Key, float]:
+def _free_log_probs(group: Sequence[GradedEpisode], rng: random.Random, spread: float) -> dict[Key, float]:
     """A policy as a table: one free log-prob per sampled token, ``spread`` nats around the behaviour's."""
     records = {e.episode: e.records for e in group}
     return {
@@ -123,7 +123,7 @@ def _configs(chosen: Choices, *, budget: int, share: bool) -> tuple[TrajectoryCo
     st.randoms(use_true_random=False),
 )
 def test_loss_gradient_and_normaliser_are_those_of_the_reference(
-    group: list[EpisodeInput], chosen: Choices, cut: tuple[int, bool], spread: float, rng: random.Random
+    group: list[GradedEpisode], chosen: Choices, cut: tuple[int, bool], spread: float, rng: random.Random
 ) -> None:
     budget, share = cut
     chosen = dataclasses.replace(chosen, reserve=chosen.reserve if chosen.cap else 0)
@@ -143,7 +143,7 @@ def test_loss_gradient_and_normaliser_are_those_of_the_reference(
 @settings(max_examples=60, deadline=None)
 @given(groups(), choices, st.randoms(use_true_random=False))
 def test_the_gradient_is_the_slope_of_the_loss_where_gradients_do_not_stop(
-    group: list[EpisodeInput], chosen: Choices, rng: random.Random
+    group: list[GradedEpisode], chosen: Choices, rng: random.Random
 ) -> None:
     """Central differences, one direction in the space of all tokens at a time, away from the corners of clipping."""
     chosen = dataclasses.replace(chosen, reserve=0, low=0.2, high=0.2)
@@ -166,7 +166,7 @@ def test_every_choice_of_loss_survives_any_cut_with_mixed_versions_duplicates_an
 ) -> None:
     rng = random.Random(5)
     group = [
-        EpisodeInput(f"e{i}", random_script(random.Random(39 + i), f"e{i}", 12).records, reward)
+        GradedEpisode(f"e{i}", random_script(random.Random(39 + i), f"e{i}", 12).records, reward)
         for i, reward in enumerate([1.0, 0.0, None, 0.5])
     ]
     assert sum(samplers(e.records)[1] for e in group) > 0
@@ -188,7 +188,7 @@ def test_every_choice_of_loss_survives_any_cut_with_mixed_versions_duplicates_an
 @settings(max_examples=100, deadline=None)
 @given(groups(), st.sampled_from([PROXIMAL, BEHAVIOUR]), st.randoms(use_true_random=False))
 def test_the_cut_into_micro_steps_and_the_order_of_episodes_change_nothing(
-    group: list[EpisodeInput], config: LossConfig, rng: random.Random
+    group: list[GradedEpisode], config: LossConfig, rng: random.Random
 ) -> None:
     whole = process_group(group, TrajectoryConfig(token_budget=100_000)).micro_steps
     assume(whole)
@@ -208,7 +208,7 @@ def test_the_cut_into_micro_steps_and_the_order_of_episodes_change_nothing(
 
 @settings(max_examples=100, deadline=None)
 @given(groups())
-def test_on_policy_the_gradient_does_not_depend_on_who_owns_a_token(group: list[EpisodeInput]) -> None:
+def test_on_policy_the_gradient_does_not_depend_on_who_owns_a_token(group: list[GradedEpisode]) -> None:
     micro_steps = process_group(group, TrajectoryConfig()).micro_steps
     assume(micro_steps)
     table = _free_log_probs(group, random.Random(0), 0.0)
@@ -228,7 +228,7 @@ def test_on_policy_the_gradient_does_not_depend_on_who_owns_a_token(group: list[
 
 @settings(max_examples=60, deadline=None)
 @given(groups(), st.randoms(use_true_random=False))
-def test_on_policy_any_order_of_ownership_gives_this_gradient(group: list[EpisodeInput], rng: random.Random) -> None:
+def test_on_policy_any_order_of_ownership_gives_this_gradient(group: list[GradedEpisode], rng: random.Random) -> None:
     """The reference's formula for trajectories that own in a random order, against the processor's chronological."""
     micro_steps = process_group(group, TrajectoryConfig(token_budget=30)).micro_steps
     assume(micro_steps)
@@ -258,7 +258,7 @@ def test_from_records_to_the_published_formula_in_behaviour_mode() -> None:
     for i, row in enumerate(behaviour):
         script = Script(f"e{i}")
         script.call([1, 2], [10 + k for k in range(len(row))], logprobs=row)
-        group.append(EpisodeInput(script.episode, script.records, rewards[i]))
+        group.append(GradedEpisode(script.episode, script.records, rewards[i]))
         table |= {(script.episode, 0, k): value + shift[i] for k, value in enumerate(row)}
     done = process_group(group, TrajectoryConfig())
     value, gradient, stats = _run(done.micro_steps, table, BEHAVIOUR)
@@ -273,7 +273,7 @@ def test_from_records_to_the_published_formula_in_behaviour_mode() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(groups(), st.randoms(use_true_random=False))
-def test_single_precision_is_close_to_double(group: list[EpisodeInput], rng: random.Random) -> None:
+def test_single_precision_is_close_to_double(group: list[GradedEpisode], rng: random.Random) -> None:
     micro_steps = process_group(group, TrajectoryConfig()).micro_steps
     assume(micro_steps)
     table = _free_log_probs(group, rng, 0.3)

@@ -11,7 +11,7 @@ from trajectory_reference import Script, groups
 
 from trajectory.config import TrajectoryConfig
 from trajectory.micro_step import MicroStep
-from trajectory.process import EpisodeInput, process_group
+from trajectory.process import GradedEpisode, process_group
 from trajectory.verify import verify_provenance
 
 caps = st.sampled_from([2, 5, None])
@@ -34,7 +34,7 @@ def _rows(micro_step: MicroStep) -> list[tuple[Any, ...]]:
 @settings(max_examples=300, deadline=None)
 @given(groups(), caps, budgets)
 def test_shared_micro_steps_hold_the_same_trajectories_as_unshared_ones(
-    group: list[EpisodeInput], cap: int | None, budget: int
+    group: list[GradedEpisode], cap: int | None, budget: int
 ) -> None:
     plain = process_group(group, TrajectoryConfig(cap=cap, token_budget=budget, share_prefixes=False))
     shared = process_group(group, TrajectoryConfig(cap=cap, token_budget=budget, share_prefixes=True))
@@ -50,7 +50,7 @@ def test_shared_micro_steps_hold_the_same_trajectories_as_unshared_ones(
 @settings(max_examples=300, deadline=None)
 @given(groups(), caps, budgets)
 def test_a_micro_step_computes_each_prefix_of_an_episode_once_and_targets_lie_in_own_runs(
-    group: list[EpisodeInput], cap: int | None, budget: int
+    group: list[GradedEpisode], cap: int | None, budget: int
 ) -> None:
     done = process_group(group, TrajectoryConfig(cap=cap, token_budget=budget, share_prefixes=True))
     assume(done.micro_steps)
@@ -82,7 +82,7 @@ def test_windows_share_the_system_prompt_and_a_summary_its_window() -> None:
     script.call([8], [9], parent=0, kept=20, compacts=2, fork="compaction")
     other = Script("e1")
     other.call([1], [2])
-    group = [EpisodeInput("e0", script.records, 1.0), EpisodeInput("e1", other.records, 0.0)]
+    group = [GradedEpisode("e0", script.records, 1.0), GradedEpisode("e1", other.records, 0.0)]
     (m,) = process_group(group, TrajectoryConfig(share_prefixes=True)).micro_steps
     assert m.kinds == ("main", "main_summary", "main", "main")
     assert m.prefix_of.tolist() == [-1, 0, 0, -1]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import xxhash
 from hypothesis import strategies as st
 
-from trajectory.process import EpisodeInput
+from trajectory.process import GradedEpisode
 from trajectory.records import FIRST_HASH, CallRecord, encode, make_record, record_hash
 
 Prefix = tuple[int, ...]
@@ -129,13 +129,13 @@ def scripts(max_calls: int = 12, *, told: bool = False) -> st.SearchStrategy[Scr
     )
 
 
-def groups() -> st.SearchStrategy[list[EpisodeInput]]:
+def groups() -> st.SearchStrategy[list[GradedEpisode]]:
     """Two to five episodes with rewards, some excluded."""
     rewards = st.sampled_from([None, 0.0, 0.25, 0.5, 1.0])
 
-    def build(seeds: list[tuple[int, int]], drawn: list[float | None]) -> list[EpisodeInput]:
+    def build(seeds: list[tuple[int, int]], drawn: list[float | None]) -> list[GradedEpisode]:
         return [
-            EpisodeInput(
+            GradedEpisode(
                 f"run/g0/e{i}",
                 random_script(random.Random(seed), f"run/g0/e{i}", calls, told=seed % 2 == 1).records,
                 reward,
@@ -297,7 +297,7 @@ def advantages(rewards: Sequence[float | None], rule: str = "group") -> list[flo
     return found
 
 
-def has_gradient(group: Sequence[EpisodeInput]) -> bool:
+def has_gradient(group: Sequence[GradedEpisode]) -> bool:
     valid = [e for e in group if e.reward is not None]
     rewards = [e.reward for e in valid if e.reward is not None]
     trainable = any(
@@ -322,7 +322,7 @@ class Choices:
     truncation: float = 2.0
 
 
-def owned_tokens(episode: EpisodeInput, choices: Choices) -> list[list[Key]]:
+def owned_tokens(episode: GradedEpisode, choices: Choices) -> list[list[Key]]:
     """What each selected trajectory of an episode owns."""
     first, _ = samplers(episode.records)
     chosen = selection(episode.episode, episode.records, choices.cap, choices.draw, choices.reserve)
@@ -330,7 +330,7 @@ def owned_tokens(episode: EpisodeInput, choices: Choices) -> list[list[Key]]:
     return [[(episode.episode, *first[p]) for p in tokens] for tokens in owned.values()]
 
 
-def normaliser(group: Sequence[EpisodeInput], choices: Choices) -> int:
+def normaliser(group: Sequence[GradedEpisode], choices: Choices) -> int:
     valid = [e for e in group if e.reward is not None]
     if choices.reduction == "tokens":
         return sum(len(tokens) for e in valid for tokens in owned_tokens(e, choices))
@@ -338,7 +338,7 @@ def normaliser(group: Sequence[EpisodeInput], choices: Choices) -> int:
 
 
 def loss(
-    group: Sequence[EpisodeInput], table: dict[Key, float], choices: Choices, frozen: dict[Key, float] | None = None
+    group: Sequence[GradedEpisode], table: dict[Key, float], choices: Choices, frozen: dict[Key, float] | None = None
 ) -> tuple[float, dict[Key, float]]:
     """Σ_e ℓ_e and its gradient by sampled token, the formulas of the design written out.
 

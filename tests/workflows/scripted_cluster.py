@@ -43,7 +43,8 @@ from workflows.contracts.results import (
     StepInput,
     Verdict,
 )
-from workflows.scheduling.policies import Decision, PoolView, decide
+from workflows.scheduling.policies import decide
+from workflows.scheduling.pool_view import Decision, PoolView
 
 
 @dataclass

@@ -16,7 +16,8 @@ from workflows import names
 from workflows.contracts.configuration import EvaluationConfig, RunConfig, SchedulerConfig
 from workflows.contracts.results import ResizeRequest
 from workflows.scheduler import Scheduler, SchedulerState
-from workflows.scheduling.policies import POLICIES, PoolView, StepView, decide
+from workflows.scheduling.policies import POLICIES, decide
+from workflows.scheduling.pool_view import PoolView, StepView
 
 pytestmark = pytest.mark.stack
 

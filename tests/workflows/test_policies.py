@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workflows.contracts.configuration import POLICY_NAMES, SchedulerConfig
-from workflows.scheduling.policies import POLICIES, CellView, PoolView, StepView, decide
+from workflows.scheduling.policies import POLICIES, decide
+from workflows.scheduling.pool_view import CellView, PoolView, StepView
 
 
 @st.composite

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from workflows.contracts.configuration import SchedulerConfig
 from workflows.scheduling.forecasts import Durations, GroupState
-from workflows.scheduling.policies import CellView, Outlook, PoolView, StepView, decide
+from workflows.scheduling.policies import decide
+from workflows.scheduling.pool_view import CellView, Outlook, PoolView, StepView
 from workflows.scheduling.predictive import admission_order
 
 

@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from workflows.contracts.configuration import SchedulerConfig
-from workflows.scheduling.policies import POLICIES, Assignment
+from workflows.scheduling.policies import POLICIES
+from workflows.scheduling.pool_view import Assignment
 from workflows.simulation.foresight import Clairvoyant
 from workflows.simulation.run import Simulated
 from workflows.simulation.simulator import Simulation

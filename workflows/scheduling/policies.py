@@ -18,36 +18,15 @@ from typing import Final, cast
 
 from workflows.contracts.configuration import POLICY_NAMES
 from workflows.scheduling.pool_view import (
-    TOKENS_PER_S,
     Assignment,
-    CellView,
     Decision,
-    Outlook,
     Policy,
     PoolView,
-    StepView,
     already_training,
     assign,
     oldest_training,
 )
 from workflows.scheduling.predictive import predictive
-
-__all__ = [
-    "POLICIES",
-    "TOKENS_PER_S",
-    "Assignment",
-    "CellView",
-    "Decision",
-    "Outlook",
-    "Policy",
-    "PoolView",
-    "StepView",
-    "async_split",
-    "colocate",
-    "decide",
-    "predictive",
-    "watermark",
-]
 
 
 def watermark(view: PoolView) -> Decision:

@@ -36,7 +36,7 @@ WORTH: Final = 1.02
 """A plan that switches must be better by this factor than one that doesn't: forecasts are not exact."""
 
 
-class Plan(NamedTuple):
+class JoinPlan(NamedTuple):
     trainers: int
     joins_s: float
     """Seconds from now at which the further cells leave rollout."""
@@ -128,12 +128,12 @@ def _by_waiting_work(view: PoolView, step: StepView, spare: int) -> tuple[int, s
 def _by_forecast(view: PoolView, step: StepView, outlook: Outlook, already: int, spare: int) -> tuple[int, str]:
     later_s = _later_work_s(view, step)
     sizes = sorted({already, *(min(spare, already + more) for more in (1, 2, 4, 8)), spare})
-    stay = Plan(already, 0.0)
-    costs: dict[Plan, float] = {}
-    forecasts: dict[Plan, Forecast] = {}
+    stay = JoinPlan(already, 0.0)
+    costs: dict[JoinPlan, float] = {}
+    forecasts: dict[JoinPlan, Forecast] = {}
     for trainers in sizes:
         for share in (0.0,) if trainers == already else (0.0, 0.4, 0.8):
-            plan = Plan(trainers, share * outlook.tail_s)
+            plan = JoinPlan(trainers, share * outlook.tail_s)
             forecasts[plan] = _forecast(view, step, outlook, already, plan)
             late = _forecast(view, step, outlook, already, plan, stretch=LATE)
             costs[plan] = sum(_cost(view, one, trainers - already, later_s) for one in (forecasts[plan], late)) / 2
@@ -151,7 +151,7 @@ def _by_forecast(view: PoolView, step: StepView, outlook: Outlook, already: int,
 
 
 def _forecast(
-    view: PoolView, step: StepView, outlook: Outlook, already: int, plan: Plan, *, stretch: float = 1.0
+    view: PoolView, step: StepView, outlook: Outlook, already: int, plan: JoinPlan, *, stretch: float = 1.0
 ) -> Forecast:
     """Follow the training work: what waits and what groups will bring, against the cells of the plan."""
     cells = len(view.cells)

@@ -20,8 +20,8 @@ from typing import Final
 
 from workflows.contracts.configuration import SchedulerConfig
 from workflows.contracts.orders import TrainerReady
-from workflows.scheduling.policies import Assignment, decide
-from workflows.scheduling.pool_view import TOKENS_PER_S
+from workflows.scheduling.policies import decide
+from workflows.scheduling.pool_view import TOKENS_PER_S, Assignment
 from workflows.simulation.cells import Record, SimulatedCell
 from workflows.simulation.foresight import Foresight, Learned
 from workflows.simulation.run import Simulated
