@@ -12,25 +12,20 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, fields, replace
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from trajectory.records import Float32, Float64, Int32
-from trajectory.tree import Bool, Index
+from trajectory.tree import UNSAMPLED, Bool, Index
 
 _METADATA: Final = "gyre.micro_step"
 _PER_TOKEN: Final = {
     "ids": np.int32,
     "target": np.bool_,
-    "behaviour": np.float32,
-    "temperature": np.float32,
-    "version": np.int32,
-    "call": np.int32,
-    "offset": np.int32,
+    **{name: dtype for name, (dtype, _) in UNSAMPLED.items()},
 }
 _PER_TRAJECTORY: Final = {
     "advantage": np.float64,
@@ -152,10 +147,10 @@ class MicroStep:
             [self.target[path] & (path >= first) for path, first in zip(paths, self.cu_seqlens[:-1], strict=True)]
         )
 
-        def column(name: str, fill: float) -> npt.NDArray[Any]:
+        def column(name: str, fill: float) -> Any:
             values = getattr(self, name)[where]
             values[~target] = fill
-            return cast(npt.NDArray[Any], values)
+            return values
 
         return replace(
             self,
@@ -164,11 +159,7 @@ class MicroStep:
             prefix_of=np.full(len(paths), -1, np.int32),
             prefix_len=np.zeros(len(paths), np.int32),
             target=target,
-            behaviour=column("behaviour", 0.0),
-            temperature=column("temperature", 1.0),
-            version=column("version", -1),
-            call=column("call", -1),
-            offset=column("offset", -1),
+            **{name: column(name, fill) for name, (_, fill) in UNSAMPLED.items()},
         )
 
     @property

@@ -23,7 +23,7 @@ from trajectory.records import CallRecord
 from trajectory.reduction import REDUCTIONS
 from trajectory.selection import Selection, Trajectory, select
 from trajectory.stats import GroupStats, group_stats
-from trajectory.tree import EpisodeTree
+from trajectory.tree import UNSAMPLED, EpisodeTree
 
 
 @dataclass(frozen=True)
@@ -150,11 +150,7 @@ def _micro_step(
         prefix_of=np.asarray(prefix_of, np.int32),
         prefix_len=np.asarray([row.shared for row in rows], np.int32),
         target=columns.of_targets("sampled", False),
-        behaviour=columns.of_targets("behaviour", 0.0),
-        temperature=columns.of_targets("temperature", 1.0),
-        version=columns.of_targets("version", -1),
-        call=columns.of_targets("call", -1),
-        offset=columns.of_targets("offset", -1),
+        **{name: columns.of_targets(name, fill) for name, (_, fill) in UNSAMPLED.items()},
         advantage=np.asarray(advantage, np.float64),
         weight=np.asarray(weight, np.float64),
         episode_index=np.asarray(index, np.int32),

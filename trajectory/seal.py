@@ -26,7 +26,7 @@ from safetensors.numpy import load, save
 
 from trajectory.kinds import classify
 from trajectory.records import CallRecord, Int32, RecordError
-from trajectory.tree import EpisodeTree
+from trajectory.tree import UNSAMPLED, EpisodeTree
 
 _METADATA: Final = "gyre.episode"
 _FORMAT: Final = 1
@@ -111,8 +111,9 @@ def _tree(columns: dict[str, npt.NDArray[Any]], about: dict[str, Any]) -> Episod
     call: Int32 = columns["call"]
     tokens = len(sampled)
 
-    def spread(values: npt.NDArray[Any], fill: float) -> npt.NDArray[Any]:
-        column = np.full(tokens, fill, values.dtype)
+    def spread(name: str, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        dtype, fill = UNSAMPLED[name]
+        column = np.full(tokens, fill, dtype)
         column[sampled] = values
         return column
 
@@ -120,11 +121,11 @@ def _tree(columns: dict[str, npt.NDArray[Any]], about: dict[str, Any]) -> Episod
         episode=about["episode"],
         ids=columns["ids"],
         sampled=sampled,
-        behaviour=spread(columns["logprob"], 0.0),
-        version=spread(columns["version"], -1),
-        temperature=spread(columns["temperature"][call], 1.0),
-        call=spread(call, -1),
-        offset=spread(columns["offset"], -1),
+        behaviour=spread("behaviour", columns["logprob"]),
+        version=spread("version", columns["version"]),
+        temperature=spread("temperature", columns["temperature"][call]),
+        call=spread("call", call),
+        offset=spread("offset", columns["offset"]),
         start=columns["node.start"],
         end=columns["node.end"],
         parent=columns["node.parent"],

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,16 @@ Index = npt.NDArray[np.intp]
 
 ROOT = 0
 """The node without tokens that every path starts from."""
+
+UNSAMPLED: Final[dict[str, tuple[npt.DTypeLike, float]]] = {
+    "behaviour": (np.float32, 0.0),
+    "version": (np.int32, -1),
+    "temperature": (np.float32, 1.0),
+    "call": (np.int32, -1),
+    "offset": (np.int32, -1),
+}
+"""Columns that say how a token was sampled: dtype, and the value of a token that wasn't (in a micro-step: that is no
+target)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,11 +142,7 @@ class _Builder:
         self.duplicates = 0
         self.ids = np.empty(capacity, np.int32)
         self.sampled = np.zeros(capacity, np.bool_)
-        self.behaviour = np.zeros(capacity, np.float32)
-        self.version = np.full(capacity, -1, np.int32)
-        self.temperature = np.ones(capacity, np.float32)
-        self.call = np.full(capacity, -1, np.int32)
-        self.offset = np.full(capacity, -1, np.int32)
+        self.how = {name: np.full(capacity, fill, dtype) for name, (dtype, fill) in UNSAMPLED.items()}
         self.start, self.end, self.parent, self.depth = [0], [0], [-1], [0]
         self.children: list[dict[int, int]] = [{}]
         self.call_node: list[int] = []
@@ -148,7 +155,7 @@ class _Builder:
         while True:
             here = self.start[node] + used
             matched = _common(self.ids[here : self.end[node]], tokens[at:])
-            self._claim(record, here, at, matched)
+            self._mark_sampled(record, here, at, matched)
             at += matched
             used += matched
             if at == len(tokens) or here + matched < self.end[node]:
@@ -168,11 +175,7 @@ class _Builder:
             episode=episode,
             ids=self.ids[:n],
             sampled=self.sampled[:n],
-            behaviour=self.behaviour[:n],
-            version=self.version[:n],
-            temperature=self.temperature[:n],
-            call=self.call[:n],
-            offset=self.offset[:n],
+            **{name: column[:n] for name, column in self.how.items()},
             start=np.asarray(self.start, np.int32),
             end=np.asarray(self.end, np.int32),
             parent=np.asarray(self.parent, np.int32),
@@ -196,7 +199,7 @@ class _Builder:
             node = self.parent[node]
         return node, record.kept - self.depth[node]
 
-    def _claim(self, record: CallRecord, entry: int, at: int, count: int) -> None:
+    def _mark_sampled(self, record: CallRecord, entry: int, at: int, count: int) -> None:
         """The call's new tokens [at, at + count) are column entries [entry, entry + count): sample what is not."""
         skip = max(len(record.prompt_ids) - at, 0)
         if skip >= count:
@@ -209,11 +212,11 @@ class _Builder:
 
     def _sample(self, record: CallRecord, entries: Index | slice, offsets: Index | slice) -> None:
         self.sampled[entries] = True
-        self.behaviour[entries] = record.logprobs[offsets]
-        self.version[entries] = record.versions[offsets]
-        self.temperature[entries] = record.temperature
-        self.call[entries] = record.seq
-        self.offset[entries] = np.arange(len(record.output_ids), dtype=np.int32)[offsets]
+        self.how["behaviour"][entries] = record.logprobs[offsets]
+        self.how["version"][entries] = record.versions[offsets]
+        self.how["temperature"][entries] = record.temperature
+        self.how["call"][entries] = record.seq
+        self.how["offset"][entries] = np.arange(len(record.output_ids), dtype=np.int32)[offsets]
 
     def _append(self, record: CallRecord, node: int, tokens: Int32, at: int) -> int:
         """A new child of ``node`` with tokens[at:]; returns its number."""

@@ -24,28 +24,28 @@ from trajectory.config import LossConfig, OptimizerConfig
 
 
 class CandidateFacts(BaseModel):
-    """How a weight version came about."""
+    """How a weight version came about. The defaults are those of version 0, which no update made."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     run: str
-    step: int
-    """The step whose update made it, -1 for version 0."""
-    version: int
-    base_version: int
-    """Version that the gradient was taken at, -1 for version 0."""
-    base_ref: str | None
-    """Candidate of the base version; None for version 0."""
-    micro_steps: tuple[str, ...]
+    step: int = -1
+    """The step whose update made it."""
+    version: int = 0
+    base_version: int = -1
+    """Version that the gradient was taken at."""
+    base_ref: str | None = None
+    """Candidate of the base version."""
+    micro_steps: tuple[str, ...] = ()
     """References of all micro-steps of the step, in the step's order."""
-    claims: dict[str, tuple[str, ...]]
+    claims: dict[str, tuple[str, ...]] = {}
     """Incarnation -> micro-steps whose gradient it summed, in the order in which it did."""
-    normaliser: float
+    normaliser: float = 1.0
     """N: what the gradient sum was divided by."""
-    grad_norm: float
+    grad_norm: float = 0.0
     """L2 norm of the gradient after division, before clipping; 0.0 when there was none and no optimizer step."""
-    optimizer: OptimizerConfig | None
-    loss: LossConfig | None
+    optimizer: OptimizerConfig | None = None
+    loss: LossConfig | None = None
 
 
 class CandidateManifest(CandidateFacts):
@@ -98,20 +98,7 @@ def load_optimizer(blobs: BlobStore, manifest: CandidateManifest) -> dict[str, T
 
 def initial_candidate(blobs: BlobStore, run: str, policy_dir: Path) -> str:
     """Put version 0, the policy as it is in a Hugging Face folder, and return its reference. Idempotent."""
-    facts = CandidateFacts(
-        run=run,
-        step=-1,
-        version=0,
-        base_version=-1,
-        base_ref=None,
-        micro_steps=(),
-        claims={},
-        normaliser=1.0,
-        grad_norm=0.0,
-        optimizer=None,
-        loss=None,
-    )
-    return save_candidate(blobs, facts, read_policy(policy_dir), {})
+    return save_candidate(blobs, CandidateFacts(run=run), read_policy(policy_dir), {})
 
 
 def read_policy(policy_dir: Path) -> dict[str, Tensor]:
