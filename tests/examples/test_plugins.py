@@ -129,7 +129,8 @@ def test_the_policy_decides(package: Path) -> None:
         """
         import json
         from workflows.contracts.configuration import SchedulerConfig
-        from workflows.scheduling.policies import CellView, PoolView, StepView, decide
+        from workflows.scheduling.policies import decide
+        from workflows.scheduling.pool_view import CellView, PoolView, StepView
 
         def trainers(unfinished):
             view = PoolView(

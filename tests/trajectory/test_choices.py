@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from small_packages import packages_read_anew, put_package
 from trajectory_reference import random_script
 
+from activities.plugins import check_plugins
 from trajectory import config
 from trajectory.advantage import ADVANTAGES
 from trajectory.config import LOSS_NAMES, LossConfig, TrajectoryConfig
@@ -93,3 +94,10 @@ def test_a_name_that_is_taken_is_an_error_and_not_replaced(folder: Path) -> None
     put_package(folder, "third_loss", "another.group", MEAN_RATIO, gspo="mean_ratio")
     with pytest.raises(PluginError, match=r"'gspo' of another.group in package third_loss: the name is taken by gyre"):
         Choices(["gspo"], "another.group").check("mine")
+
+
+def test_a_worker_and_a_submitted_run_are_told_of_a_policy_that_cannot_be_called(folder: Path) -> None:
+    check_plugins()
+    put_package(folder, "no_policy", "gyre.scheduling_policies", "mine = 3", mine="mine")
+    with packages_read_anew(), pytest.raises(PluginError, match=r"'mine' of gyre.scheduling_policies .* it is a int"):
+        check_plugins()
