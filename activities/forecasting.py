@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from statistics import fmean
 from typing import Final
 
 from redis.asyncio import Redis
 
 from infra.state import durations
 from infra.state.durations import StepClocks
-from workflows.scheduling.forecasts import Durations, GroupState
+from workflows.scheduling.forecasts import Durations, EpisodeClock
 from workflows.scheduling.pool_view import Outlook, PoolView, StepView
 from workflows.scheduling.predictive import admission_order
 
@@ -105,7 +104,9 @@ class Forecasts:
         history.book.training_tokens_per_s = view.rollout_tokens_per_s
         running = sorted(clocks.started.keys() - clocks.ended)
         held = dict(zip(running, await durations.held_s(self._redis, running), strict=True))
-        groups = group_states(history.book, clocks, held, time.time())
+        groups = history.book.groups(
+            clocks.plan.tasks, clocks.plan.group_size, episode_clocks(clocks, held, time.time())
+        )
         return history.book.outlook(groups, view.capacity) if groups else None
 
     async def _caught_up(self, run: str, step: int, *, closed: bool = False) -> RunHistory:
@@ -127,45 +128,11 @@ def group_of(episode: str) -> int:
     return int(episode.rsplit("/", 2)[1])
 
 
-def group_states(book: Durations, clocks: StepClocks, held: dict[str, float], now: float) -> list[GroupState]:
-    """The step's unfinished groups, those that have not started in the order of their numbers.
-
-    ``held``: seconds for which each running episode was held; ``now``: Unix seconds.
-    """
-    ended_logs: dict[int, list[float]] = {}
-    ended: dict[int, int] = {}
-    ran: dict[int, float] = {}
-    running: dict[int, list[float]] = {}
-    for episode in clocks.ended:
-        group = group_of(episode)
-        ended[group] = ended.get(group, 0) + 1
-        if episode in clocks.active_s:
-            ended_logs.setdefault(group, []).append(book.log_of(clocks.active_s[episode]))
-            ran[group] = ran.get(group, 0.0) + clocks.active_s[episode]
-    for episode, start in clocks.started.items():
-        if episode not in clocks.ended:
-            elapsed = max(0.0, now - start - held.get(episode, 0.0))
-            running.setdefault(group_of(episode), []).append(elapsed)
-    places = max(1, sum(map(len, running.values())))
-    queued_before = 0
-    states = []
-    for group, task in enumerate(clocks.plan.tasks):
-        unfinished = clocks.plan.group_size - ended.get(group, 0)
-        if unfinished <= 0:
-            continue
-        elapsed = fmean(running[group]) if group in running else 0.0
-        logs = ended_logs.get(group, [])
-        predicted = book.predict_sibling(task, logs, len(running.get(group, ())), elapsed)
-        queued = unfinished - len(running.get(group, ()))
-        wait = queued_before / places * predicted.seconds if queued > 0 else 0.0
-        queued_before += max(0, queued)
-        states.append(
-            GroupState(
-                predicted=predicted,
-                unfinished=unfinished,
-                elapsed_s=0.0 if wait else elapsed,
-                wait_s=wait,
-                tokens_ready=round(ran.get(group, 0.0) * book.tokens_per_s),
-            )
-        )
-    return states
+def episode_clocks(clocks: StepClocks, held: dict[str, float], now: float) -> list[EpisodeClock]:
+    """Of a step's episodes that have started. ``held``: seconds for which each that runs was held; ``now``: Unix
+    seconds."""
+    ended = [EpisodeClock(group_of(name), True, clocks.active_s.get(name)) for name in sorted(clocks.ended)]
+    running = {name: at for name, at in clocks.started.items() if name not in clocks.ended}
+    return ended + [
+        EpisodeClock(group_of(name), False, max(0.0, now - at - held.get(name, 0.0))) for name, at in running.items()
+    ]

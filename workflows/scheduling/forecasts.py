@@ -8,9 +8,9 @@ that still runs is known to take longer than it has run. Pure; it knows neither 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from statistics import NormalDist
+from statistics import NormalDist, fmean
 from typing import Final, NamedTuple
 
 from workflows.scheduling.pool_view import Outlook
@@ -41,6 +41,15 @@ class Prediction(NamedTuple):
     def seconds(self) -> float:
         """The median."""
         return math.exp(self.level)
+
+
+class EpisodeClock(NamedTuple):
+    """Of an episode that has started."""
+
+    group: int
+    ended: bool
+    active_s: float | None
+    """Active seconds that it took, or has run so far; None when it ended without having run."""
 
 
 class GroupState(NamedTuple):
@@ -141,6 +150,39 @@ class Durations:
         return self._cached[1]
 
     _cached: tuple[tuple[int, int], float] | None = None
+
+    def groups(self, tasks: Sequence[str], group_size: int, clocks: Iterable[EpisodeClock]) -> list[GroupState]:
+        """A step's unfinished groups; of those that have not started, the lower number starts first."""
+        ended: list[list[float | None]] = [[] for _ in tasks]
+        running: list[list[float]] = [[] for _ in tasks]
+        for clock in clocks:
+            if clock.ended:
+                ended[clock.group].append(clock.active_s)
+            elif clock.active_s is not None:
+                running[clock.group].append(clock.active_s)
+        places = max(1, sum(map(len, running)))
+        queued_before = 0
+        states = []
+        for group, task in enumerate(tasks):
+            unfinished = group_size - len(ended[group])
+            if unfinished <= 0:
+                continue
+            took = [seconds for seconds in ended[group] if seconds is not None]
+            elapsed = fmean(running[group]) if running[group] else 0.0
+            predicted = self.predict_sibling(task, list(map(self.log_of, took)), len(running[group]), elapsed)
+            queued = unfinished - len(running[group])
+            wait = queued_before / places * predicted.seconds if queued > 0 else 0.0
+            queued_before += max(0, queued)
+            states.append(
+                GroupState(
+                    predicted=predicted,
+                    unfinished=unfinished,
+                    elapsed_s=0.0 if wait else elapsed,
+                    wait_s=wait,
+                    tokens_ready=round(sum(took) * self.tokens_per_s),
+                )
+            )
+        return states
 
     def outlook(self, groups: Sequence[GroupState], capacity: int) -> Outlook:
         """Of a step's unfinished groups."""
