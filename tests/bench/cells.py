@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -19,18 +17,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from redis.asyncio import Redis
-
 from infra.kv_store.client import StoreAddress
 from infra.kv_store.commands import master_command, segment_command
 from infra.kv_store.pages import read_config
 from infra.sglang.client import EngineClient
 from infra.sglang.launch import engine_command, engine_environment
 from infra.sglang.weights import checkpoint_shapes
-from infra.state.keys import Route
-from infra.state.routes import get_route, set_route
-from tests.bench.processes import free_port
+from infra.state.routes import get_route
+from tests.processes import free_pair, free_port
 from workers.errors import UsageError
+from workers.stack.partial import PartialStack
 
 HOST = "127.0.0.1"
 ENGINE_S = 600.0
@@ -38,14 +34,14 @@ STORE_S = 60.0
 KV_TOKENS, CONTEXT = 65_536, 8192
 
 
-class Cells:
-    """``redis`` holds the routes; ``store_mb`` is the store's memory, 0 for no store."""
+class BenchCells:
+    """``stack`` holds the routes; ``store_mb`` is the store's memory, 0 for no store."""
 
-    def __init__(self, redis: Redis, folder: Path, policy: Path, names: Sequence[str], *, store_mb: int) -> None:
-        self._redis, self._folder, self._policy, self._store_mb = redis, folder, policy, store_mb
+    def __init__(self, stack: PartialStack, folder: Path, policy: Path, names: Sequence[str], *, store_mb: int) -> None:
+        self._stack, self._folder, self._policy, self._store_mb = stack, folder, policy, store_mb
         self._names, self._vocabulary = list(names), int(read_config(policy)["vocab_size"])
         self._urls: dict[str, str] = {}
-        self._stack = AsyncExitStack()
+        self._processes = AsyncExitStack()
         self._store_processes: list[subprocess.Popen[bytes]] = []
         self._engine_processes: dict[str, subprocess.Popen[bytes]] = {}
         self.engines: dict[str, EngineClient] = {}
@@ -65,24 +61,24 @@ class Cells:
             for name in self._names:
                 await self._wait_ready(name)
         except BaseException:
-            await self._stack.aclose()
+            await self._processes.aclose()
             raise
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._stack.aclose()
+        await self._processes.aclose()
 
     async def serve(self, cell: str, version: int = 0, weights: str = "") -> None:
         """Open the cell's route."""
-        await self._set(cell, is_open=True, version=version, weights=weights)
+        await self._set(cell, open=True, version=version, weights=weights)
 
     async def drain(self, cell: str) -> None:
         """Close the cell's route: its calls go elsewhere."""
-        before = await get_route(self._redis, cell)
+        before = await get_route(self._stack.redis, cell)
         assert before is not None
-        await self._set(cell, is_open=False, version=before.version, weights=before.weights)
+        await self._set(cell, open=False, version=before.version, weights=before.weights)
 
     def kill_store(self) -> None:
         """SIGKILL to the store's master and to its memory."""
@@ -90,18 +86,8 @@ class Cells:
             process.kill()
             process.wait()
 
-    async def _set(self, cell: str, *, is_open: bool, version: int, weights: str) -> None:
-        before = await get_route(self._redis, cell)
-        route = Route(
-            cell=cell,
-            url=self._urls[cell],
-            incarnation=f"{cell}-bench",
-            epoch=before.epoch + 1 if before is not None else 1,
-            open=is_open,
-            version=version,
-            weights=weights,
-        )
-        await set_route(self._redis, route)
+    async def _set(self, cell: str, **values: object) -> None:
+        await self._stack.set_route(cell, url=self._urls[cell], incarnation=f"{cell}-bench", **values)
 
     async def _start_store(self) -> None:
         port = free_pair()
@@ -134,7 +120,7 @@ class Cells:
         shapes = checkpoint_shapes(self._policy)
         client = EngineClient(self._urls[name], vocab_size=self._vocabulary, weight_shapes=shapes)
         self.engines[name] = client
-        self._stack.push_async_callback(client.close)
+        self._processes.push_async_callback(client.close)
 
     async def _wait_ready(self, name: str) -> None:
         deadline = time.monotonic() + ENGINE_S
@@ -145,7 +131,7 @@ class Cells:
 
     def _start(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
         log = (self._folder / f"{name}.log").open("wb")
-        self._stack.callback(log.close)
+        self._processes.callback(log.close)
         process = subprocess.Popen(
             command,
             env=dict(environment),
@@ -154,22 +140,11 @@ class Cells:
             stderr=log,
             start_new_session=True,  # its own group, so that what it starts can be ended with it
         )
-        self._stack.callback(_end_group, process)
+        self._processes.callback(_end_group, process)
         return process
 
     def _log(self, name: str) -> str:
         return (self._folder / f"{name}.log").read_text(errors="replace")[-800:]
-
-
-def free_pair() -> int:
-    """A port that is free, like the one after it. Not one of those that the kernel gives to connections: a client that
-    looks for a server there before it is up may find itself."""
-    while True:
-        port = random.randrange(20_000, 30_000)
-        with suppress(OSError), socket.socket() as first, socket.socket() as second:
-            first.bind((HOST, port))
-            second.bind((HOST, port + 1))
-            return port
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:

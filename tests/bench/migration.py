@@ -33,12 +33,11 @@ from infra.kv_store.arrival import Arrival
 from infra.kv_store.pages import cache_salt, namespace, read_config
 from infra.sglang.client import EngineClient
 from infra.sglang.generation import GenerateRequest
-from infra.state import keys
-from proxy.calls.recorder import as_bytes
-from tests.bench.cells import CONTEXT, Cells
-from tests.bench.processes import Parts
-from trajectory.records import CallRecord, decode_chain
+from tests.bench.cells import CONTEXT, BenchCells
+from tests.processes import free_port, proxy_process
+from trajectory.records import CallRecord
 from workers.errors import UsageError
+from workers.stack.partial import PartialStack, partial_stack
 
 SHARE = 0.9
 """Of the moved prefixes' tokens that has to come from the store at equal weights."""
@@ -53,7 +52,7 @@ NOISE = 0.02
 FIRST, SECOND = "cell-0", "cell-1"
 
 
-class Plan(BaseModel):
+class MigrationBenchSizes(BaseModel):
     """What is measured. Sizes are tokens."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -71,12 +70,12 @@ class Plan(BaseModel):
 SMALL: dict[str, Any] = {"episodes": 2, "prefix": 2500, "turn": 300, "repeats": 3, "store_mb": 128}
 
 
-async def measure(plan: Plan, policy: Path) -> dict[str, Any]:
+async def measure(sizes: MigrationBenchSizes, policy: Path) -> dict[str, Any]:
     """Run it all; the result is JSON. Raises UsageError when a part doesn't start or a turn can't be cut."""
     machine = {"cores": os.cpu_count(), "load_before": os.getloadavg()[0]}
-    async with started(plan, policy) as bench:
+    async with started(sizes, policy) as bench:
         result: dict[str, Any] = {
-            "plan": plan.model_dump(),
+            "plan": sizes.model_dump(),
             "machine": machine,
             "in_a_turn": await bench.in_a_turn(),
             "between_turns": await bench.between_turns(),
@@ -89,23 +88,23 @@ async def measure(plan: Plan, policy: Path) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def started(plan: Plan, policy: Path) -> AsyncIterator[Bench]:
+async def started(sizes: MigrationBenchSizes, policy: Path) -> AsyncIterator[MigrationBench]:
     """Two cells, a store, the proxy. Raises UsageError when one doesn't start."""
     with tempfile.TemporaryDirectory(prefix="gyre-bench-") as name:
         folder = Path(name)
         async with (
-            Parts(folder, policy / "tokenizer.json") as parts,
-            Cells(parts.redis, folder, policy, [FIRST, SECOND], store_mb=plan.store_mb) as cells,
+            partial_stack(folder, free_port()) as stack,
+            BenchCells(stack, folder, policy, [FIRST, SECOND], store_mb=sizes.store_mb) as cells,
+            proxy_process(stack.redis_url, policy, folder / "proxy", **cells.settings) as proxy,
             aiohttp.ClientSession() as session,
         ):
-            port, _ = await parts.proxy(settings=cells.settings)
-            yield Bench(plan, policy, parts, cells, session=session, url=f"http://127.0.0.1:{port}")
+            yield MigrationBench(sizes, policy, stack, cells, session=session, url=proxy.url)
 
 
-class Talk:
+class MovedEpisode:
     """A harness's side of one episode."""
 
-    def __init__(self, bench: Bench, name: str) -> None:
+    def __init__(self, bench: MigrationBench, name: str) -> None:
         self._bench, self.name = bench, name
         self._messages: list[dict[str, str]] = []
 
@@ -113,7 +112,7 @@ class Talk:
         """Raises UsageError when the proxy refuses."""
         self._messages.append({"role": "user", "content": text})
         body = {"model": "gyre-policy", "messages": self._messages, "max_tokens": most}
-        headers = {"authorization": f"Bearer bench-{self.name}"}
+        headers = {"authorization": f"Bearer key-{self.name}"}
         url = f"{self._bench.url}/v1/chat/completions"
         async with self._bench.session.post(url, json=body, headers=headers) as response:
             answer = await response.json()
@@ -123,25 +122,32 @@ class Talk:
         self._messages.append({name: value for name, value in said.items() if value is not None})
 
 
-class Bench:
+class MigrationBench:
     """What is measured, in this order: both cells serve version 0 until `at_other_weights` updates the second."""
 
     def __init__(
-        self, plan: Plan, policy: Path, parts: Parts, cells: Cells, *, session: aiohttp.ClientSession, url: str
+        self,
+        sizes: MigrationBenchSizes,
+        policy: Path,
+        stack: PartialStack,
+        cells: BenchCells,
+        *,
+        session: aiohttp.ClientSession,
+        url: str,
     ) -> None:
-        self.plan, self.session, self.url = plan, session, url
+        self.sizes, self.session, self.url = sizes, session, url
         self.cells = cells
-        self._policy, self._parts = policy, parts
+        self._policy, self._stack = policy, stack
         self._tokenizer = Tokenizer.from_file(str(policy / "tokenizer.json"))
         self._random = random.Random(0)
         self._models = {0: Qwen3ForCausalLM.from_pretrained(policy, dtype=torch.float64).eval()}
         self._names: list[str] = []
-        self._talks: list[Talk] = []
+        self._talks: list[MovedEpisode] = []
 
     async def in_a_turn(self) -> dict[str, Any]:
         """Episodes are cut in their first turn, which goes on at the second cell."""
         await self.cells.serve(FIRST)
-        self._talks = [await self.talk(f"moved-{number}") for number in range(self.plan.episodes)]
+        self._talks = [await self.talk(f"moved-{number}") for number in range(self.sizes.episodes)]
         return moving(await self.cut(self._talks, version=0), at_least=SHARE)
 
     async def between_turns(self) -> dict[str, Any]:
@@ -150,28 +156,19 @@ class Bench:
         await self.cells.serve(FIRST)
         await self.cells.drain(SECOND)
         await asyncio.gather(*(talk.turn(self.text(100), 16) for talk in self._talks))
-        return moving([(await self.records(talk.name))[1] for talk in self._talks], at_least=SHARE)
+        return moving([(await self._stack.records(talk.name))[1] for talk in self._talks], at_least=SHARE)
 
     async def at_other_weights(self) -> dict[str, Any]:
         """New episodes are cut in their first turn, which goes on at the second cell under version 1."""
         await self.update(SECOND)
-        talks = [await self.talk(f"updated-{number}") for number in range(self.plan.episodes)]
+        talks = [await self.talk(f"updated-{number}") for number in range(self.sizes.episodes)]
         return moving(await self.cut(talks, version=1), at_most=0)
 
-    async def talk(self, name: str, temperature: float = 1.0) -> Talk:
-        key = keys.EpisodeKey(
-            episode=name,
-            generation=0,
-            min_version=0,
-            max_version=1,
-            temperature=temperature,
-            max_new_tokens=self.plan.turn,
-            context_limit=CONTEXT,
-            max_calls=10,
-        )
-        await self._parts.redis.set(keys.key(f"bench-{name}"), key.model_dump_json())
+    async def talk(self, name: str, temperature: float = 1.0) -> MovedEpisode:
+        most = self.sizes.turn
+        await self._stack.add_key(name, temperature=temperature, max_new_tokens=most, context_limit=CONTEXT)
         self._names.append(name)
-        return Talk(self, name)
+        return MovedEpisode(self, name)
 
     def text(self, tokens: int) -> str:
         """Words that nobody said before, of about so many tokens."""
@@ -180,10 +177,6 @@ class Bench:
             letters = "abcdefghijklmnopqrstuvwxyz"
             words += ["".join(self._random.choices(letters, k=self._random.randint(2, 7))) for _ in range(20)]
         return " ".join(words)
-
-    async def records(self, episode: str) -> list[CallRecord]:
-        data = await self._parts.redis.lrange(keys.calls(episode), 0, -1)
-        return decode_chain(as_bytes(item) for item in data)
 
     async def under_way(self, cell: str, calls: int, tokens: int) -> None:
         """Return when so many calls are being sampled on a cell. Raises UsageError when they aren't in time."""
@@ -197,21 +190,21 @@ class Bench:
             await asyncio.sleep(0.01)
 
     async def cut(
-        self, talks: list[Talk], *, version: int, before: Callable[[], None] = lambda: None
+        self, talks: list[MovedEpisode], *, version: int, before: Callable[[], None] = lambda: None
     ) -> list[CallRecord]:
         """First turns that begin at the first cell and end at the second, which serves ``version``; their records.
 
         ``before`` is called when they are under way.
         """
-        plan = self.plan
-        texts = [self.text(plan.prefix) for _ in talks]
-        turns = asyncio.gather(*(talk.turn(text, plan.turn) for talk, text in zip(talks, texts, strict=True)))
-        await self.under_way(FIRST, len(talks), len(talks) * (plan.prefix + UNDER_WAY))
+        sizes = self.sizes
+        texts = [self.text(sizes.prefix) for _ in talks]
+        turns = asyncio.gather(*(talk.turn(text, sizes.turn) for talk, text in zip(talks, texts, strict=True)))
+        await self.under_way(FIRST, len(talks), len(talks) * (sizes.prefix + UNDER_WAY))
         before()
         await self.cells.serve(SECOND, version)
         await self.cells.drain(FIRST)
         await turns
-        records = [(await self.records(talk.name))[0] for talk in talks]
+        records = [(await self._stack.records(talk.name))[0] for talk in talks]
         if any(record.cells != [FIRST, SECOND] for record in records):
             raise UsageError(f"turns were over before they could move: {[record.cells for record in records]}")
         return records
@@ -222,17 +215,19 @@ class Bench:
         assert self.cells.store is not None
         arrival = Arrival(self.cells.store.http, namespace(read_config(self._policy)))
         computed_by, asked = self.cells.engines[FIRST], self.cells.engines[SECOND]
-        for number in range(self.plan.repeats):
+        for number in range(self.sizes.repeats):
             known, new = self._prompt(), self._prompt()
             await self._one_token(computed_by, known, f"known-{number}")
             await arrival.wait(known, cache_salt(0, ""), WAIT_S)
             for name, prompt in (("from_store", known), ("computed", new)):
                 seconds[name].append(await self._one_token(asked, prompt, f"{name}-{number}"))
         await arrival.close()
-        return {f"{name}_s": statistics.median(taken) for name, taken in seconds.items()} | {"tokens": self.plan.prefix}
+        return {f"{name}_s": statistics.median(taken) for name, taken in seconds.items()} | {
+            "tokens": self.sizes.prefix
+        }
 
     def _prompt(self) -> list[int]:
-        return self._random.choices(range(3, self._tokenizer.get_vocab_size()), k=self.plan.prefix)
+        return self._random.choices(range(3, self._tokenizer.get_vocab_size()), k=self.sizes.prefix)
 
     async def _one_token(self, engine: EngineClient, prompt: list[int], rid: str) -> float:
         began = time.perf_counter()
@@ -256,7 +251,7 @@ class Bench:
         differences: list[float] = []
         for name in self._names:
             full: list[list[int]] = []
-            for record in await self.records(name):
+            for record in await self._stack.records(name):
                 kept = full[record.parent][: record.kept] if record.parent >= 0 else []
                 full.append([*kept, *record.prompt_ids.tolist(), *record.output_ids.tolist()])
                 differences += await asyncio.to_thread(self._differences, full[-1], record)

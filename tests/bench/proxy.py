@@ -11,6 +11,8 @@ import os
 import statistics
 import tempfile
 import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,12 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 from infra.state import keys
-from proxy.calls.recorder import as_bytes
 from tests.bench.conversation import DIALECTS, Conversation
-from tests.bench.processes import Client, Parts, Process
+from tests.bench.processes import BlockingHarness, engine_server
 from tests.bench.texts import ToolOutputs, tokenizer_file
-from trajectory.records import decode_chain
+from tests.processes import ProxyProcess, free_port, proxy_process
 from workers.errors import UsageError
+from workers.stack.partial import PartialStack, partial_stack
 
 FULL_TOKENS = 700_000
 """The size for which the limits are stated. A smaller run has what a call costs whatever its size against less history:
@@ -42,7 +44,7 @@ PATIENCE_S = 60.0
 """How long a harness goes on asking a proxy that has died."""
 
 
-class Plan(BaseModel):
+class ProxyBenchSizes(BaseModel):
     """What is measured."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -66,61 +68,79 @@ CACHE = Path(".cache/bench")
 SMALL: dict[str, Any] = {"turns": 40, "tokens": 60_000, "episodes": 32, "episode_turns": 4, "samples": 4, "repeats": 12}
 
 
-async def measure(plan: Plan, cache: Path) -> dict[str, Any]:
+async def measure(sizes: ProxyBenchSizes, cache: Path) -> dict[str, Any]:
     """Run it all; the result is JSON. Raises UsageError when a part doesn't start."""
-    if plan.dialect not in DIALECTS:
-        raise UsageError(f"no dialect {plan.dialect!r}: there are {', '.join(DIALECTS)}")
+    if sizes.dialect not in DIALECTS:
+        raise UsageError(f"no dialect {sizes.dialect!r}: there are {', '.join(DIALECTS)}")
     tokenizer = await asyncio.to_thread(tokenizer_file, cache)
-    with tempfile.TemporaryDirectory(prefix="gyre-bench-") as folder:
-        async with Parts(Path(folder), tokenizer) as parts:
-            bench = Bench(plan, parts)
+    with tempfile.TemporaryDirectory(prefix="gyre-bench-") as name:
+        folder = Path(name)
+        async with partial_stack(folder, free_port()) as stack, AsyncExitStack() as processes:
+            bench = ProxyBench(sizes, stack, tokenizer, folder, processes)
             machine = {"cores": os.cpu_count(), "load_before": os.getloadavg()[0]}
-            result = {"plan": plan.model_dump(), "machine": machine, **await bench.long_episode()}
+            result = {"plan": sizes.model_dump(), "machine": machine, **await bench.long_episode()}
             result["concurrent"] = await bench.concurrent()
             result["killed"] = await bench.killed()
     result["holds"] = all(part["holds"] for part in result.values() if isinstance(part, dict) and "holds" in part)
     return result
 
 
-class Bench:
-    def __init__(self, plan: Plan, parts: Parts) -> None:
-        self._plan, self._parts = plan, parts
-        self._new = DIALECTS[plan.dialect]
+class ProxyBench:
+    def __init__(
+        self, sizes: ProxyBenchSizes, stack: PartialStack, tokenizer: Path, folder: Path, processes: AsyncExitStack
+    ) -> None:
+        """``processes`` end with it."""
+        self._sizes, self._stack, self._tokenizer, self._folder = sizes, stack, tokenizer, folder
+        self._processes = processes
+        self._new = DIALECTS[sizes.dialect]
         self._port = 0
+
+    async def _start_engine(self, cell: str, *, delay_s: float = 0.0) -> int:
+        """Start a scripted engine as the one open cell; its port."""
+        port = await self._processes.enter_async_context(engine_server(self._tokenizer, delay_s))
+        await self._stack.redis.delete(keys.ROUTES)
+        await self._stack.set_route(cell, url=f"http://127.0.0.1:{port}")
+        return port
+
+    async def _start_proxy(self, processes: int) -> ProxyProcess:
+        home = self._folder / f"proxy-{processes}"
+        starting = proxy_process(self._stack.redis_url, self._tokenizer.parent, home, processes=processes)
+        return await self._processes.enter_async_context(starting)
 
     async def long_episode(self) -> dict[str, Any]:
         """One episode that grows: CPU, memory, and the latency at both ends of the context."""
-        plan = self._plan
-        engine = await self._parts.engine("cell-0")
-        self._port, (process,) = await self._parts.proxy()
-        client = Client(self._port, engine)
+        sizes = self._sizes
+        engine = await self._start_engine("cell-0")
+        proxy = await self._start_proxy(1)
+        self._port, (process,) = proxy.port, proxy.serving()
+        client = BlockingHarness(proxy.port, engine)
         talk = await self._conversation("tiny")
         await asyncio.to_thread(converse, client, talk, 3, 3 * 200)
-        resident = process.resident_bytes()
+        resident = process.memory_info().rss
         talk = await self._conversation("long")
-        began = process.cpu_s()
-        grown = await asyncio.to_thread(converse, client, talk, plan.turns, plan.tokens)
-        cpu_s = process.cpu_s() - began
-        growth = process.resident_bytes() - resident
+        began = cpu_s(process)
+        grown = await asyncio.to_thread(converse, client, talk, sizes.turns, sizes.tokens)
+        spent_s = cpu_s(process) - began
+        growth = process.memory_info().rss - resident
         unique = talk.prompt_tokens + talk.output_tokens
-        baseline = await asyncio.to_thread(tokenised_again, self._parts.tokenizer, talk, grown, plan.samples)
-        late = await asyncio.to_thread(converse, client, talk, plan.repeats, 0)
-        early: list[Call] = []
-        for number in range(-(-plan.repeats // 5)):
+        baseline = await asyncio.to_thread(tokenised_again, self._tokenizer, talk, grown, sizes.samples)
+        late = await asyncio.to_thread(converse, client, talk, sizes.repeats, 0)
+        early: list[TimedCall] = []
+        for number in range(-(-sizes.repeats // 5)):
             short = await self._conversation(f"short-{number}", SHORT_TOKENS - 1000)
             early += await asyncio.to_thread(converse, client, short, 5, 0)
         client.close()
-        ratio_limit = CPU_RATIO * max(1.0, FULL_TOKENS / plan.tokens)
-        long_limit = SHORT_MS + (LONG_MS - SHORT_MS) * plan.tokens / FULL_TOKENS
+        ratio_limit = CPU_RATIO * max(1.0, FULL_TOKENS / sizes.tokens)
+        long_limit = SHORT_MS + (LONG_MS - SHORT_MS) * sizes.tokens / FULL_TOKENS
         memory_limit = BYTES_PER_TOKEN * unique + BYTES_MORE
         return {
             "cpu": {
-                "proxy_s": cpu_s,
+                "proxy_s": spent_s,
                 "tokenised_again_s": baseline["cpu_s"],
-                "ratio": cpu_s / baseline["cpu_s"],
+                "ratio": spent_s / baseline["cpu_s"],
                 "limit": ratio_limit,
-                "holds": cpu_s <= ratio_limit * baseline["cpu_s"],
-                "turns": plan.turns,
+                "holds": spent_s <= ratio_limit * baseline["cpu_s"],
+                "turns": sizes.turns,
                 "tokens": unique,
                 "tokenised_again": baseline["how"],
             },
@@ -137,20 +157,20 @@ class Bench:
 
     async def concurrent(self) -> dict[str, Any]:
         """Many episodes at once on the one proxy process."""
-        plan, calls = self._plan, list[Call]()
-        talks = [await self._conversation(f"many-{number}") for number in range(plan.episodes)]
+        sizes, calls = self._sizes, list[TimedCall]()
+        talks = [await self._conversation(f"many-{number}") for number in range(sizes.episodes)]
         outputs = ToolOutputs()
         errors: list[str] = []
 
         async def run(session: aiohttp.ClientSession, talk: Conversation) -> None:
-            for _ in range(plan.episode_turns):
+            for _ in range(sizes.episode_turns):
                 began = time.perf_counter()
                 async with session.post(talk.path, data=talk.body(), headers=talk.headers) as response:
                     answer = await response.read()
                 if response.status != 200:
                     errors.append(f"HTTP {response.status}: {answer[:200]!r}")
                     return
-                calls.append(Call(talk.prompt_tokens, time.perf_counter() - began))
+                calls.append(TimedCall(talk.prompt_tokens, time.perf_counter() - began))
                 talk.take(answer)
                 talk.answer(outputs.next(3000))
 
@@ -160,7 +180,7 @@ class Bench:
         seconds = time.perf_counter() - began
         times = sorted(call.seconds * 1000 for call in calls) or [0.0]
         return {
-            "episodes": plan.episodes,
+            "episodes": sizes.episodes,
             "calls": len(calls),
             "errors": len(errors),
             "first_error": next(iter(errors), None),
@@ -168,15 +188,15 @@ class Bench:
             "p50_ms": statistics.median(times),
             "p99_ms": times[int(0.99 * (len(times) - 1))],
             "limit": 0,
-            "holds": not errors and len(calls) == plan.episodes * plan.episode_turns,
+            "holds": not errors and len(calls) == sizes.episodes * sizes.episode_turns,
         }
 
     async def killed(self) -> dict[str, Any]:
         """Two processes behind one address, one of them killed in the middle."""
-        plan = self._plan
-        await self._parts.engine("cell-1", delay_s=0.05)
-        port, processes = await self._parts.proxy(2)
-        names = [f"kill-{number}" for number in range(max(4, plan.repeats))]
+        sizes = self._sizes
+        await self._start_engine("cell-1", delay_s=0.05)
+        proxy = await self._start_proxy(2)
+        names = [f"kill-{number}" for number in range(max(4, sizes.repeats))]
         talks = [await self._conversation(name) for name in names]
         outputs = ToolOutputs()
         done = 0
@@ -185,29 +205,27 @@ class Bench:
 
         async def run(talk: Conversation) -> None:
             nonlocal done, again
-            async with _session(port) as session:
-                for _ in range(plan.episode_turns):
+            async with _session(proxy.port) as session:
+                for _ in range(sizes.episode_turns):
                     answer, tries = await _patiently(session, talk)
                     talk.take(answer)
                     talk.answer(outputs.next(1500))
                     done += 1
                     again += tries
-                    if done > len(talks) * plan.episode_turns // 3:
+                    if done > len(talks) * sizes.episode_turns // 3:
                         half.set()
 
-        async def kill() -> Process:
+        async def kill() -> None:
             await half.wait()
-            busiest = max(processes, key=lambda process: len(psutil.Process(process.pid).net_connections("tcp")))
-            psutil.Process(busiest.pid).kill()
-            return busiest
+            max(proxy.serving(), key=lambda process: len(process.net_connections("tcp"))).kill()
 
         finished = await asyncio.gather(kill(), *(run(talk) for talk in talks), return_exceptions=True)
         failed = [repr(fault) for fault in finished if isinstance(fault, BaseException)]
         wrong = []
         for name in names:
-            chain = decode_chain(map(as_bytes, await self._parts.redis.lrange(keys.calls(name), 0, -1)))
-            if [record.parent for record in chain] != list(range(-1, plan.episode_turns - 1)):
-                wrong.append(f"{name}: {[record.parent for record in chain]}")
+            parents = [record.parent for record in await self._stack.records(name)]
+            if parents != list(range(-1, sizes.episode_turns - 1)):
+                wrong.append(f"{name}: {parents}")
         return {
             "episodes": len(talks),
             "failed": len(failed),
@@ -223,10 +241,11 @@ class Bench:
         """A new episode's, with a task of about so many tokens."""
         task = f"({name}) The test suite fails since the last merge. Find out why and mend it.\n"
         task += ToolOutputs().next(int(tokens * CHARACTERS_PER_TOKEN))
-        return self._new(await self._parts.key(name), task)
+        return self._new(await self._stack.add_key(name), task)
 
 
-class Call(BaseModel):
+@dataclass(frozen=True)
+class TimedCall:
     """One call of an episode."""
 
     prompt_tokens: int
@@ -235,11 +254,14 @@ class Call(BaseModel):
     messages: int = 0
     """Of the request."""
 
-    def __init__(self, prompt_tokens: int, seconds: float, messages: int = 0) -> None:
-        super().__init__(prompt_tokens=prompt_tokens, seconds=seconds, messages=messages)
+
+def cpu_s(process: psutil.Process) -> float:
+    """User and system seconds of all threads so far (10 ms resolution)."""
+    times = process.cpu_times()
+    return float(times.user + times.system)
 
 
-def converse(client: Client, talk: Conversation, turns: int, tokens: int) -> list[Call]:
+def converse(client: BlockingHarness, talk: Conversation, turns: int, tokens: int) -> list[TimedCall]:
     """So many turns, with tool outputs that bring the prompt to ``tokens`` tokens; of a word each when it is there."""
     calls = []
     outputs = ToolOutputs()
@@ -248,7 +270,7 @@ def converse(client: Client, talk: Conversation, turns: int, tokens: int) -> lis
         body, messages = talk.body(), len(talk.texts)
         answer, seconds = client.post(talk.path, body, talk.headers)
         talk.take(answer)
-        calls.append(Call(talk.prompt_tokens, seconds, messages))
+        calls.append(TimedCall(talk.prompt_tokens, seconds, messages))
         if turn > 4 and written:
             per_token = written / (talk.prompt_tokens - calls[0].prompt_tokens - turn * talk.output_tokens)
         left = max(0, tokens - talk.prompt_tokens - talk.output_tokens) / max(1, turns - turn - 1)
@@ -259,7 +281,7 @@ def converse(client: Client, talk: Conversation, turns: int, tokens: int) -> lis
     return calls
 
 
-def tokenised_again(tokenizer: Path, talk: Conversation, calls: list[Call], samples: int) -> dict[str, Any]:
+def tokenised_again(tokenizer: Path, talk: Conversation, calls: list[TimedCall], samples: int) -> dict[str, Any]:
     """CPU seconds of rendering and tokenising the history of each call anew, on one thread."""
     encoder = Tokenizer.from_file(str(tokenizer))
     places = sorted({round(place) for place in np.linspace(0, len(calls) - 1, samples)})
@@ -283,7 +305,7 @@ def tokenised_again(tokenizer: Path, talk: Conversation, calls: list[Call], samp
     }
 
 
-def latency(calls: list[Call], limit_ms: float) -> dict[str, Any]:
+def latency(calls: list[TimedCall], limit_ms: float) -> dict[str, Any]:
     times = sorted(call.seconds * 1000 for call in calls)
     p50 = statistics.median(times)
     return {

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.bench.conversation import DIALECTS
-from tests.bench.scripted_engine import turns
+from tests.bench.engine_server import turns
 from tests.bench.texts import SPECIAL, VOCABULARY, ToolOutputs, tokenizer_file
 
 ROOT = Path(__file__).parents[2]

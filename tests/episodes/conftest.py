@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from episode_parts import Valkey
+from episode_parts import EpisodesValkey
 from scripted_chat_server import Answer, ScriptedChatServer
 
 from infra.episodes.launch import EpisodeLaunch
@@ -19,15 +19,13 @@ from infra.tasks.harbor import Task, load_task
 
 
 @pytest.fixture(scope="session")
-def valkey_server() -> Iterator[Valkey]:
-    with tempfile.TemporaryDirectory(prefix="gyre-valkey-") as folder:
-        server = Valkey(Path(folder))
+def valkey_server() -> Iterator[EpisodesValkey]:
+    with tempfile.TemporaryDirectory(prefix="gyre-valkey-") as folder, EpisodesValkey(Path(folder)) as server:
         yield server
-        server.kill()
 
 
 @pytest.fixture
-def valkey(valkey_server: Valkey) -> Valkey:
+def valkey(valkey_server: EpisodesValkey) -> EpisodesValkey:
     valkey_server.client.flushall()
     return valkey_server
 
@@ -89,7 +87,7 @@ def sandbox() -> Bubblewrap:
 
 
 @pytest.fixture
-def make_launch(folder: Path, valkey: Valkey, make_task: MakeTask) -> Callable[..., EpisodeLaunch]:
+def make_launch(folder: Path, valkey: EpisodesValkey, make_task: MakeTask) -> Callable[..., EpisodeLaunch]:
     def make(**changes: Any) -> EpisodeLaunch:
         (folder / "proxy").mkdir(exist_ok=True)
         values: dict[str, Any] = {

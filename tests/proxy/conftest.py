@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import aiohttp
 import pytest
-from proxy_parts import World, write_tokenizer
+from proxy_parts import ProxyStack, write_tokenizer
 from redis.asyncio import Redis
 
 from infra.chat.qwen3 import ChatMLRenderer
@@ -18,11 +18,10 @@ def renderer(tmp_path_factory: pytest.TempPathFactory) -> ChatMLRenderer:
 
 
 @pytest.fixture
-async def world(redis: Redis, renderer: ChatMLRenderer) -> AsyncIterator[World]:
-    world = World(redis, renderer)
-    yield world
-    for proxy in world.proxies:
-        await proxy.stop()
+async def stack(redis: Redis, renderer: ChatMLRenderer) -> AsyncIterator[ProxyStack]:
+    stack = ProxyStack(redis, renderer)
+    yield stack
+    await stack.stop()
 
 
 @pytest.fixture

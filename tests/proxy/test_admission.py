@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from proxy_parts import QUICK, Harness, ScriptedEngine, World, until
+from proxy_parts import QUICK, Harness, ProxyStack, until
 from redis.asyncio import Redis
 
 from infra.sglang.client import Loads
@@ -21,6 +21,7 @@ from proxy.errors import NoCell
 from proxy.routing.admission import STEP, Marks, Window, rank
 from proxy.routing.router import Router
 from proxy.routing.slot import Slot
+from workers.harness_check.engine import Script, ScriptedEngine, ScriptedTurn
 
 MARKS = Marks(low=0.85, high=0.95, queue_s=10.0)
 POOL = 64_000
@@ -209,9 +210,8 @@ def test_several_proxies_settle_at_one_engine_without_a_word_between_them(proxie
 class LoadedEngine(ScriptedEngine):
     """Scripted engine that also reports a scripted load."""
 
-    def __init__(self, name: str, world: World | None = None) -> None:
-        say = world.say if world is not None else lambda _: [1]
-        super().__init__(name, say, world.shared if world is not None else {"turns": {}, "prompts": {}})
+    def __init__(self, script: Script | None = None) -> None:
+        super().__init__(script or Script(lambda prompt: ScriptedTurn([1])))
         self.load: Loads | Exception = IDLE
         self.asked: list[float] = []
 
@@ -232,7 +232,7 @@ class Cells:
 
     async def open(self, *cells: str) -> None:
         for cell in cells:
-            self.engines[cell] = LoadedEngine(cell)
+            self.engines[cell] = LoadedEngine()
             route = keys.Route(cell=cell, url=cell, incarnation="i0", epoch=1, open=True, version=0)
             await self.redis.hset(keys.ROUTES, cell, route.model_dump_json())
             await self.redis.publish(keys.ROUTES_CHANGED, cell)
@@ -432,13 +432,13 @@ async def test_a_wait_that_ends_as_room_comes_leaks_no_room(cells: Cells) -> Non
 
 
 async def test_a_call_without_room_is_held_with_pings_and_its_wait_is_not_charged(
-    world: World, session: aiohttp.ClientSession
+    stack: ProxyStack, session: aiohttp.ClientSession
 ) -> None:
-    engine = world.engines["cell-0"] = LoadedEngine("cell-0", world)
-    await world.open("cell-0")
-    proxy = await world.proxy(LIMITS)
+    engine = stack.engines["cell-0"] = LoadedEngine(stack.script)
+    await stack.open("cell-0")
+    proxy = await stack.proxy(LIMITS)
     engine.gate.clear()
-    first, second = [Harness(proxy.url, await world.key(episode), session) for episode in ("first", "second")]
+    first, second = [Harness(proxy.url, await stack.key(episode), session) for episode in ("first", "second")]
     for harness in (first, second):
         harness.user("go")
     running = asyncio.create_task(first.turn())
@@ -448,14 +448,14 @@ async def test_a_call_without_room_is_held_with_pings_and_its_wait_is_not_charge
     assert window is not None
     await until(lambda: window.size < 64, "cut")
     waiting = asyncio.create_task(second.post(stream=True))
-    await until(lambda: world.redis.hlen(keys.holding("second")), "held")
+    await until(lambda: stack.redis.hlen(keys.holding("second")), "held")
     await asyncio.sleep(3 * LIMITS.ping_s)
     assert len(engine.seen) == 1
     engine.gate.set()
     await running
     status, text = await waiting
     assert status == 200 and text.count(": keep-alive") >= 2 and text.endswith("data: [DONE]\n\n")
-    (record,) = await world.records("second")
+    (record,) = await stack.records("second")
     assert record.held_s >= 3 * LIMITS.ping_s
     assert record.active_s < record.held_s
 
@@ -466,8 +466,7 @@ async def test_a_call_without_room_is_held_with_pings_and_its_wait_is_not_charge
 async def test_a_dead_proxy_is_noticed_by_all_and_leaves_the_list(redis: Redis) -> None:
     gone: dict[str, list[str]] = {"a": [], "b": [], "c": []}
     routers = {
-        name: Router(redis, name, lambda _: LoadedEngine("none"), LIMITS, on_peer_gone=gone[name].append)
-        for name in gone
+        name: Router(redis, name, lambda _: LoadedEngine(), LIMITS, on_peer_gone=gone[name].append) for name in gone
     }
     for router in routers.values():
         await router.start()

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import aiohttp
 import pytest
-from proxy_parts import Harness, ScriptedEngine, World, call_text, until
+from proxy_parts import Harness, ProxyStack, ScriptedEngine, call_text, until
 
 from infra.state import keys
 
@@ -22,7 +22,7 @@ async def nothing(*_: object) -> None:
     return
 
 
-async def ask_and_leave(world: World, engine: ScriptedEngine, url: str, key: str) -> None:
+async def ask_and_leave(stack: ProxyStack, engine: ScriptedEngine, url: str, key: str) -> None:
     """Ask for a turn that the engine holds back, and close the connection."""
     engine.gate.clear()
     async with aiohttp.ClientSession() as session:
@@ -31,64 +31,66 @@ async def ask_and_leave(world: World, engine: ScriptedEngine, url: str, key: str
         asking = asyncio.create_task(left.post(stream=True))
         await until(lambda: engine.seen, "the engine has the call")
         asking.cancel()
-    await until(lambda: world.redis.hlen(keys.left_calls("ep")), "the proxy noticed")
+    await until(lambda: stack.redis.hlen(keys.left_calls("ep")), "the proxy noticed")
 
 
 async def test_a_request_sent_again_to_another_proxy_waits_for_the_first_ones_turn(
-    world: World, session: aiohttp.ClientSession
+    stack: ProxyStack, session: aiohttp.ClientSession
 ) -> None:
-    engine = await world.open("a")
-    first, second = await world.proxy(), await world.proxy()
-    key = await world.key()
-    await ask_and_leave(world, engine, first.url, key)
+    engine = await stack.open("a")
+    first, second = await stack.proxy(), await stack.proxy()
+    key = await stack.key()
+    await ask_and_leave(stack, engine, first.url, key)
     again = Harness(second.url, key, session)
     again.user("go")
     waiting = asyncio.create_task(again.post())
-    await until(lambda: world.redis.hlen(keys.wanted_calls("ep")), "the second proxy waits")
+    await until(lambda: stack.redis.hlen(keys.wanted_calls("ep")), "the second proxy waits")
     engine.gate.set()
     status, body = await waiting
     assert status == 200, body
-    records = await world.records()
+    records = await stack.records()
     assert len(records) == 1 and len(engine.seen) == 1
-    assert await world.redis.hlen(keys.left_calls("ep")) == 0
-    assert int(await world.redis.hget(keys.counts("ep"), "replayed")) == 1
+    assert await stack.redis.hlen(keys.left_calls("ep")) == 0
+    assert int(await stack.redis.hget(keys.counts("ep"), "replayed")) == 1
     again.messages.append(body["choices"][0]["message"])
     again.user("more")
     await again.turn()
-    assert (await world.records())[1].fork == ""
+    assert (await stack.records())[1].fork == ""
 
 
 async def test_the_turn_is_sampled_here_when_the_other_proxy_dies(
-    world: World, session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+    stack: ProxyStack, session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = await world.open("a")
-    first, second = await world.proxy(), await world.proxy()
-    key = await world.key()
-    await ask_and_leave(world, engine, first.url, key)
+    engine = await stack.open("a")
+    first, second = await stack.proxy(), await stack.proxy()
+    key = await stack.key()
+    await ask_and_leave(stack, engine, first.url, key)
     monkeypatch.setattr(first.gateway._recorder, "drop", nothing)  # as kill -9 would: nothing is said any more
     for task in [*first.gateway.router.tasks, *first.gateway._running, *first.gateway._background]:
         task.cancel()
     await until(lambda: not first.gateway._running, "the call is gone")
-    assert await world.redis.hlen(keys.left_calls("ep")) == 1
+    assert await stack.redis.hlen(keys.left_calls("ep")) == 1
     engine.gate.set()
     again = Harness(second.url, key, session)
     again.user("go")
     status, body = await again.post()
     assert status == 200, body
-    assert len(await world.records()) == 1
-    assert await world.redis.hlen(keys.left_calls("ep")) == 0
+    assert len(await stack.records()) == 1
+    assert await stack.redis.hlen(keys.left_calls("ep")) == 0
 
 
-async def test_turns_of_one_episode_may_alternate_between_proxies(world: World, session: aiohttp.ClientSession) -> None:
-    await world.open("a")
-    proxies = [await world.proxy(), await world.proxy()]
-    key = await world.key()
+async def test_turns_of_one_episode_may_alternate_between_proxies(
+    stack: ProxyStack, session: aiohttp.ClientSession
+) -> None:
+    await stack.open("a")
+    proxies = [await stack.proxy(), await stack.proxy()]
+    key = await stack.key()
     harness = Harness("", key, session)
     harness.user("go")
-    world.replies += [call_text(f"step {number}") for number in range(6)]
+    stack.replies += [call_text(f"step {number}") for number in range(6)]
     for number in range(6):
         harness.url = proxies[number % 2].url
         harness.answer(await harness.turn(), f"result {number}")
-    records = await world.records()
+    records = await stack.records()
     assert [record.fork for record in records] == [""] * 6
     assert [record.parent for record in records] == [-1, 0, 1, 2, 3, 4]

@@ -6,7 +6,7 @@ import asyncio
 
 import aiohttp
 import msgspec
-from proxy_parts import Harness, World, call_text, until
+from proxy_parts import Harness, ProxyStack, call_text, until
 
 from infra.sglang.generation import Finish, Generation
 from infra.state.keys import Route
@@ -88,25 +88,25 @@ async def test_nobody_waits_for_a_prefix_that_cannot_be_used() -> None:
         raise AssertionError("the last pages were not waited for")
 
 
-async def test_moves_are_in_the_records_and_in_the_counts(world: World, session: aiohttp.ClientSession) -> None:
-    first = await world.open("cell-0")
-    proxy = await world.proxy()
-    harness = Harness(proxy.url, await world.key(max_new_tokens=400), session)
+async def test_moves_are_in_the_records_and_in_the_counts(stack: ProxyStack, session: aiohttp.ClientSession) -> None:
+    first = await stack.open("cell-0")
+    proxy = await stack.proxy()
+    harness = Harness(proxy.url, await stack.key(max_new_tokens=400), session)
     harness.user("go")
-    world.replies = [call_text("cat fox.txt"), "one two three four five six<|im_end|>"]
+    stack.replies = [call_text("cat fox.txt"), "one two three four five six<|im_end|>"]
     message = await harness.turn()
-    second = await world.open("cell-1")
-    await world.close("cell-0")
+    second = await stack.open("cell-1")
+    await stack.close("cell-0")
     harness.answer(message, "the quick brown fox")
     second.gate.clear()
     second.stop_after = 4
     turn = asyncio.create_task(harness.turn())
     await until(lambda: second.seen and second.seen[0].output_ids, "asked")
-    await world.open("cell-0", epoch=3)
-    await world.close("cell-1")
+    await stack.open("cell-0", epoch=3)
+    await stack.close("cell-1")
     second.gate.set()
     await turn
-    one, two = await world.records()
+    one, two = await stack.records()
     assert one.moved_tokens == 0
     between, within = two.kept, len(second.seen[0].input_ids) + 3
     assert two.moved_tokens == between + within

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
-from proxy_parts import World, sequences
+from proxy_parts import ProxyStack, sequences
 from redis.asyncio import Redis
 from schemathesis import Case, GenerationMode
 
@@ -34,25 +34,25 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 
 @pytest.fixture(scope="module")
-def served(loop: asyncio.AbstractEventLoop, valkey_url: str, renderer: ChatMLRenderer) -> Iterator[World]:
-    async def start() -> World:
-        world = World(Redis.from_url(valkey_url), renderer)
-        await world.redis.flushdb()
-        await world.open("cell-0")
-        await world.proxy()
-        await world.key(EPISODE, max_calls=1_000_000, max_new_tokens=16)
-        return world
+def served(loop: asyncio.AbstractEventLoop, valkey_url: str, renderer: ChatMLRenderer) -> Iterator[ProxyStack]:
+    async def start() -> ProxyStack:
+        stack = ProxyStack(Redis.from_url(valkey_url), renderer)
+        await stack.redis.flushdb()
+        await stack.open("cell-0")
+        await stack.proxy()
+        await stack.key(EPISODE, max_calls=1_000_000, max_new_tokens=16)
+        return stack
 
-    world = asyncio.run_coroutine_threadsafe(start(), loop).result(WAIT_S)
-    yield world
-    asyncio.run_coroutine_threadsafe(world.proxies[0].stop(), loop).result(WAIT_S)
-    asyncio.run_coroutine_threadsafe(world.redis.aclose(), loop).result(WAIT_S)
+    stack = asyncio.run_coroutine_threadsafe(start(), loop).result(WAIT_S)
+    yield stack
+    asyncio.run_coroutine_threadsafe(stack.gateways[0].stop(), loop).result(WAIT_S)
+    asyncio.run_coroutine_threadsafe(stack.redis.aclose(), loop).result(WAIT_S)
 
 
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.path)
 def test_every_body_gets_an_answer_of_its_dialect(
-    served: World,
+    served: ProxyStack,
     loop: asyncio.AbstractEventLoop,
     operation: schemathesis.APIOperation,
     mode: GenerationMode,
@@ -69,7 +69,7 @@ def test_every_body_gets_an_answer_of_its_dialect(
     )
     def ask(case: Case) -> None:
         case.headers.update(headers)
-        answer = case.call(base_url=served.proxies[0].url, timeout=WAIT_S)
+        answer = case.call(base_url=served.gateways[0].url, timeout=WAIT_S)
         statuses.add(answer.status_code)
         assert answer.status_code in {200, 400, 404, 405, 413, 415, 422}, answer.text
         if answer.status_code >= 400 and case.method.upper() == "POST":

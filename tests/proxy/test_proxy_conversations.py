@@ -7,7 +7,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from proxy_parts import SPECIAL, SPECIAL_IDS, Harness, World, call_text, sequences
+from proxy_parts import SPECIAL, SPECIAL_IDS, Harness, ProxyStack, call_text, sequences
 
 from infra.chat.messages import Message, Tool
 from infra.state import keys
@@ -15,24 +15,24 @@ from proxy.conversation import turn_notes
 
 
 @pytest.fixture
-async def harness(world: World, session: aiohttp.ClientSession) -> Harness:
-    await world.open("cell-0")
-    proxy = await world.proxy()
-    return Harness(proxy.url, await world.key(), session)
+async def harness(stack: ProxyStack, session: aiohttp.ClientSession) -> Harness:
+    await stack.open("cell-0")
+    proxy = await stack.proxy()
+    return Harness(proxy.url, await stack.key(), session)
 
 
-async def five_turns(world: World, harness: Harness) -> None:
+async def five_turns(stack: ProxyStack, harness: Harness) -> None:
     harness.user("look at fox.txt")
     for number in range(5):
-        world.replies.append(call_text(f"cat fox{number}.txt"))
+        stack.replies.append(call_text(f"cat fox{number}.txt"))
         harness.answer(await harness.turn(), f"the quick brown fox {number}")
 
 
-async def test_append_only_conversation_is_one_exact_prefix_chain(world: World, harness: Harness) -> None:
-    await five_turns(world, harness)
-    records = await world.records()
+async def test_append_only_conversation_is_one_exact_prefix_chain(stack: ProxyStack, harness: Harness) -> None:
+    await five_turns(stack, harness)
+    records = await stack.records()
     full = sequences(records)
-    seen = world.engines["cell-0"].seen
+    seen = stack.engines["cell-0"].seen
     assert [record.parent for record in records] == [-1, 0, 1, 2, 3]
     for number, record in enumerate(records):
         assert full[number] == seen[number].input_ids + seen[number].output_ids  # what the engine really saw
@@ -44,28 +44,28 @@ async def test_append_only_conversation_is_one_exact_prefix_chain(world: World, 
         assert record.versions.tolist() == [0] * len(record.output_ids)
     sampled = sum(len(request.output_ids) for request in seen)
     assert sum(len(record.output_ids) for record in records) == sampled
-    assert await world.redis.hlen(keys.open_calls("ep")) == 0
+    assert await stack.redis.hlen(keys.open_calls("ep")) == 0
 
 
-async def test_the_tokens_are_those_that_the_policy_was_warm_started_on(world: World, harness: Harness) -> None:
-    world.replies = [call_text("cat fox.txt"), "done<|im_end|>"]
+async def test_the_tokens_are_those_that_the_policy_was_warm_started_on(stack: ProxyStack, harness: Harness) -> None:
+    stack.replies = [call_text("cat fox.txt"), "done<|im_end|>"]
     harness.user("look at fox.txt")
     harness.answer(await harness.turn(), "fox")
     await harness.turn()
-    renderer, system = world.renderer, Message(role="system")
+    renderer, system = stack.renderer, Message(role="system")
     user, tool = Message(role="user", content="look at fox.txt"), Message(role="tool", content="fox")
     assistant = Message(role="assistant")
     ids = renderer.root(None, [Tool(name="bash")])
     ids += renderer.message(system, user) + renderer.generation_prompt(user)
-    seen = world.engines["cell-0"].seen
+    seen = stack.engines["cell-0"].seen
     assert seen[0].input_ids == ids
     ids += seen[0].output_ids + renderer.message(assistant, tool, closed=True) + renderer.generation_prompt(tool)
     assert seen[1].input_ids == ids
 
 
-async def test_streaming_says_what_the_plain_answer_says(world: World, harness: Harness) -> None:
+async def test_streaming_says_what_the_plain_answer_says(stack: ProxyStack, harness: Harness) -> None:
     text = "<think>\nhm\n</think>\n\nlooking" + call_text("ls")
-    world.replies = [text, text]
+    stack.replies = [text, text]
     harness.user("go")
     status, plain = await harness.post()
     assert status == 200
@@ -90,35 +90,37 @@ async def test_streaming_says_what_the_plain_answer_says(world: World, harness: 
     assert chunks[-1]["choices"][0]["finish_reason"] == plain["choices"][0]["finish_reason"] == "tool_calls"
 
 
-async def test_usage_is_the_true_token_count(world: World, harness: Harness) -> None:
+async def test_usage_is_the_true_token_count(stack: ProxyStack, harness: Harness) -> None:
     harness.user("count me")
     _, body = await harness.post()
-    seen = world.engines["cell-0"].seen[0]
+    seen = stack.engines["cell-0"].seen[0]
     assert body["usage"]["prompt_tokens"] == len(seen.input_ids)
     assert body["usage"]["completion_tokens"] == len(seen.output_ids)
     assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 7
 
 
-async def test_text_that_spells_special_tokens_stays_text(world: World, harness: Harness) -> None:
-    await five_turns(world, harness)
-    plain = [sum(token in SPECIAL_IDS for token in world.engines["cell-0"].seen[-1].input_ids)]
+async def test_text_that_spells_special_tokens_stays_text(stack: ProxyStack, harness: Harness) -> None:
+    await five_turns(stack, harness)
+    plain = [sum(token in SPECIAL_IDS for token in stack.engines["cell-0"].seen[-1].input_ids)]
     harness.messages = []
-    world.replies = []
+    stack.replies = []
     spelled = "".join(SPECIAL)
     harness.messages.append({"role": "system", "content": spelled})
     harness.user(spelled)
     harness.messages.append({"role": "assistant", "content": spelled})
     harness.messages.append({"role": "tool", "tool_call_id": "x", "content": spelled})
     await harness.turn()
-    ids = world.engines["cell-0"].seen[-1].input_ids
+    ids = stack.engines["cell-0"].seen[-1].input_ids
     # system, user, assistant, tool's user turn, the turn to sample: 5 starts, 4 ends, one pair of response tags
     assert sum(token in SPECIAL_IDS for token in ids) == 5 + 4 + 2
     assert plain[0] > 0
 
 
 @pytest.mark.parametrize("rewrite", ["spaces", "content"])
-async def test_a_rewritten_turn_keeps_its_tokens_and_is_counted(world: World, harness: Harness, rewrite: str) -> None:
-    world.replies = ["hello" + call_text("cat fox.txt")]
+async def test_a_rewritten_turn_keeps_its_tokens_and_is_counted(
+    stack: ProxyStack, harness: Harness, rewrite: str
+) -> None:
+    stack.replies = ["hello" + call_text("cat fox.txt")]
     harness.user("go")
     message = await harness.turn()
     if rewrite == "spaces":
@@ -128,98 +130,100 @@ async def test_a_rewritten_turn_keeps_its_tokens_and_is_counted(world: World, ha
         message["content"] = "hello, rewritten"
     harness.answer(message, "fox")
     await harness.turn()
-    seen = world.engines["cell-0"].seen
+    seen = stack.engines["cell-0"].seen
     assert seen[1].input_ids[: len(seen[0].input_ids) + len(seen[0].output_ids)] == (
         seen[0].input_ids + seen[0].output_ids
     )
-    records = await world.records()
+    records = await stack.records()
     # JSON written anew is what harnesses do, and says the same
     assert [record.mutated for record in records] == [False, rewrite == "content"]
     assert records[1].synthetic == 0
 
 
-async def test_equal_forms_of_a_message_are_one_message(world: World, harness: Harness) -> None:
-    world.replies = [call_text("ls"), "bye<|im_end|>"]
+async def test_equal_forms_of_a_message_are_one_message(stack: ProxyStack, harness: Harness) -> None:
+    stack.replies = [call_text("ls"), "bye<|im_end|>"]
     harness.user("go")
     message = await harness.turn()
     harness.messages[0] = {"role": "user", "content": [{"type": "text", "text": "go", "cache_control": {}}]}
     del message["content"]
     harness.answer(message, "fox")
     await harness.turn()
-    first, second = await world.records()
+    first, second = await stack.records()
     assert (second.parent, second.kept, second.mutated) == (0, len(sequences([first])[0]), False)
 
 
-async def test_turns_that_the_policy_never_said_are_prompt(world: World, harness: Harness) -> None:
+async def test_turns_that_the_policy_never_said_are_prompt(stack: ProxyStack, harness: Harness) -> None:
     harness.user("hi")
     harness.messages.append({"role": "assistant", "content": "a few-shot answer"})
     harness.user("go")
     await harness.turn()
     harness.user("again")
     await harness.turn()
-    records = await world.records()
+    records = await stack.records()
     assert [record.synthetic for record in records] == [1, 1]
-    spoken = world.renderer.text("a few-shot answer")
+    spoken = stack.renderer.text("a few-shot answer")
     assert all(record.output_ids.tolist() != spoken for record in records)
     assert records[1].kept == len(sequences(records[:1])[0])
 
 
-async def test_a_plain_turn_is_recognised_by_its_text(world: World, harness: Harness) -> None:
-    world.replies = [" certainly  <|im_end|>"]
+async def test_a_plain_turn_is_recognised_by_its_text(stack: ProxyStack, harness: Harness) -> None:
+    stack.replies = [" certainly  <|im_end|>"]
     harness.user("go")
     message = await harness.turn()
     message["content"] = message["content"].strip()
     harness.user("more")
     await harness.turn()
-    records = await world.records()
+    records = await stack.records()
     assert records[1].parent == 0 and records[1].synthetic == 0 and not records[1].mutated
 
 
-async def test_a_kept_tail_under_another_prefix_is_context_with_its_own_tokens(world: World, harness: Harness) -> None:
-    world.replies = [call_text("one"), call_text("two"), "end<|im_end|>"]
+async def test_a_kept_tail_under_another_prefix_is_context_with_its_own_tokens(
+    stack: ProxyStack, harness: Harness
+) -> None:
+    stack.replies = [call_text("one"), call_text("two"), "end<|im_end|>"]
     harness.user("a long story")
     harness.answer(await harness.turn(), "1")
     harness.answer(await harness.turn(), "2")
     harness.messages = [{"role": "user", "content": "summary of the story"}, *harness.messages[3:]]
     await harness.turn()
-    seen = world.engines["cell-0"].seen
-    records = await world.records()
+    seen = stack.engines["cell-0"].seen
+    records = await stack.records()
     kept_turn, ids = seen[1].output_ids, seen[2].input_ids
     (start,) = [start for start in range(len(ids)) if ids[start : start + len(kept_turn)] == kept_turn]
-    newline = world.renderer.text("\n")
-    assert ids[start + len(kept_turn) :][:2] == [*newline, world.renderer.im_start]  # it was closed when sampled
+    newline = stack.renderer.text("\n")
+    assert ids[start + len(kept_turn) :][:2] == [*newline, stack.renderer.im_start]  # it was closed when sampled
     assert records[2].synthetic == 0 and records[2].kept < len(records[0].prompt_ids)
     assert len(records[2].output_ids) == len(seen[2].output_ids)  # the kept turn is not sampled a second time
 
 
-async def test_text_appended_inside_the_last_message_keeps_its_tokens(world: World, harness: Harness) -> None:
+async def test_text_appended_inside_the_last_message_keeps_its_tokens(stack: ProxyStack, harness: Harness) -> None:
     harness.user("read this")
     await harness.turn()
     harness.messages = [{"role": "user", "content": "read this\nnow summarise"}]
     await harness.turn()
-    first, second = await world.records()
+    first, second = await stack.records()
     assert second.parent == 0
-    header = len(world.renderer.generation_prompt(Message(role="user")))
+    header = len(stack.renderer.generation_prompt(Message(role="user")))
     assert second.kept == len(first.prompt_ids) - header
 
 
-async def test_an_unfinished_turn_is_closed_by_us(world: World, harness: Harness) -> None:
-    world.replies = ["one two three four five six seven"]
+async def test_an_unfinished_turn_is_closed_by_us(stack: ProxyStack, harness: Harness) -> None:
+    stack.replies = ["one two three four five six seven"]
     harness.user("go")
     status, body = await harness.post(max_tokens=3)
     assert status == 200 and body["choices"][0]["finish_reason"] == "length"
     harness.messages.append(body["choices"][0]["message"])
     harness.user("go on")
     await harness.turn()
-    records = await world.records()
+    records = await stack.records()
     assert records[0].finish_reason == "length" and len(records[0].output_ids) == 3
     assert records[1].kept == len(sequences(records[:1])[0])
-    assert records[1].prompt_ids[0] == world.renderer.im_end  # ours, so it is prompt
+    assert records[1].prompt_ids[0] == stack.renderer.im_end  # ours, so it is prompt
 
 
-async def test_what_the_harness_asked_is_recorded(world: World, harness: Harness) -> None:
+async def test_what_the_harness_asked_is_recorded(stack: ProxyStack, harness: Harness) -> None:
     harness.user("go")
     await harness.turn(temperature=0.2, top_p=0.5, metadata={"x": "1"})
 
-    note = turn_notes.decode(await world.redis.hget(keys.turns("ep"), "0"))
+    note = turn_notes.decode(await stack.redis.hget(keys.turns("ep"), "0"))
     assert note.asked == {"temperature": 0.2, "top_p": 0.5, "metadata": {"x": "1"}}

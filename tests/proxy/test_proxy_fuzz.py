@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from proxy_parts import SPECIAL, Harness, World, sequences
+from proxy_parts import SPECIAL, Harness, ProxyStack, sequences
 from redis.asyncio import Redis
 
 from infra.chat.qwen3 import ChatMLRenderer
@@ -38,15 +38,15 @@ numbers = itertools.count()
 
 
 @asynccontextmanager
-async def running(url: str, renderer: ChatMLRenderer) -> AsyncIterator[World]:
+async def running(url: str, renderer: ChatMLRenderer) -> AsyncIterator[ProxyStack]:
     redis = Redis.from_url(url)
-    world = World(redis, renderer)
-    await world.open("cell-0")
-    await world.proxy()
+    stack = ProxyStack(redis, renderer)
+    await stack.open("cell-0")
+    await stack.proxy()
     try:
-        yield world
+        yield stack
     finally:
-        await world.proxies[0].stop()
+        await stack.gateways[0].stop()
         await redis.aclose()
 
 
@@ -56,23 +56,23 @@ def test_any_tool_loop_is_append_only(
     valkey_url: str, renderer: ChatMLRenderer, turns: list[tuple[Any, str, bool]], first: str
 ) -> None:
     async def scenario() -> None:
-        async with running(valkey_url, renderer) as world, aiohttp.ClientSession() as session:
+        async with running(valkey_url, renderer) as stack, aiohttp.ClientSession() as session:
             name = f"loop{next(numbers)}"
-            harness = Harness(world.proxies[0].url, await world.key(name, max_new_tokens=4000), session)
+            harness = Harness(stack.gateways[0].url, await stack.key(name, max_new_tokens=4000), session)
             harness.user(first)
             for value, text, ends in turns:
                 call = json.dumps({"name": "bash", "arguments": {"a": value}})
                 end = [renderer.im_end] if ends else []
-                world.replies = [[renderer.call_open, *renderer.text(call), renderer.call_close, *end]]
+                stack.replies = [[renderer.call_open, *renderer.text(call), renderer.call_close, *end]]
                 message = await harness.turn(temperature=1)
                 assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"a": value}
                 message["tool_calls"][0]["function"]["arguments"] = json.dumps(
                     {"a": value}, separators=(",", ":"), ensure_ascii=True
                 )
                 harness.answer(message, text)
-            records = await world.records(name)
+            records = await stack.records(name)
             full = sequences(records)
-            for number, seen in enumerate(world.engines["cell-0"].seen):
+            for number, seen in enumerate(stack.engines["cell-0"].seen):
                 assert full[number] == seen.input_ids + seen.output_ids
                 assert number == 0 or full[number][: len(full[number - 1])] == full[number - 1]
 
@@ -85,14 +85,14 @@ def test_no_conversation_is_answered_with_a_5xx(
     valkey_url: str, renderer: ChatMLRenderer, requests: list[list[dict[str, Any]]], streams: bool
 ) -> None:
     async def scenario() -> None:
-        async with running(valkey_url, renderer) as world, aiohttp.ClientSession() as session:
+        async with running(valkey_url, renderer) as stack, aiohttp.ClientSession() as session:
             name = f"any{next(numbers)}"
-            harness = Harness(world.proxies[0].url, await world.key(name), session)
+            harness = Harness(stack.gateways[0].url, await stack.key(name), session)
             for request in requests:
                 harness.messages = request
                 status, body = await harness.post(stream=streams)
                 assert status == (400 if request[-1]["role"] == "assistant" else 200), body
-            full = sequences(await world.records(name))
-            assert full == [seen.input_ids + seen.output_ids for seen in world.engines["cell-0"].seen]
+            full = sequences(await stack.records(name))
+            assert full == [seen.input_ids + seen.output_ids for seen in stack.engines["cell-0"].seen]
 
     asyncio.run(scenario())

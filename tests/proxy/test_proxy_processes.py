@@ -6,68 +6,39 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import aiohttp
-import psutil
 import pytest
-from free_ports import free_port
-from proxy_parts import World, until, write_tokenizer
+from proxy_parts import ProxyStack, until, write_tokenizer
 
 from infra.state import keys
 from proxy.limits import Limits
 from proxy.main import BadLimits, read_limits
+from tests.processes import CHECKOUT, ProxyProcess, free_port, proxy_process
 
-ROOT = Path(__file__).parents[2]
 UNIX = "http://proxy"
 
 
-class Running:
-    """A parent with its children."""
-
-    def __init__(self, process: asyncio.subprocess.Process, port: int, path: Path) -> None:
-        self.process, self.url, self.path = process, f"http://127.0.0.1:{port}", path
-
-    def children(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children()
-
-    async def health(self, *, unix: bool = False) -> str:
-        """Id of the process that answers on a new connection."""
-        connector = aiohttp.UnixConnector(str(self.path)) if unix else aiohttp.TCPConnector()
-        async with (
-            aiohttp.ClientSession(connector=connector) as session,
-            session.get(f"{UNIX if unix else self.url}/healthz") as response,
-        ):
-            return str((await response.json())["proxy"])
+async def health(proxy: ProxyProcess, *, unix: bool = False) -> str:
+    """Id of the process that answers on a new connection."""
+    connector = aiohttp.UnixConnector(str(proxy.path)) if unix else aiohttp.TCPConnector()
+    async with (
+        aiohttp.ClientSession(connector=connector) as session,
+        session.get(f"{UNIX if unix else proxy.url}/healthz") as response,
+    ):
+        return str((await response.json())["proxy"])
 
 
-@asynccontextmanager
-async def running(world: World, valkey_url: str, folder: Path, *more: str) -> AsyncIterator[Running]:
-    port = free_port()
-    environment = os.environ | {
-        "GYRE_HOME": str(folder / "home"),
-        "GYRE_PORT_BASE": str(port - 20),
-        "GYRE_REDIS_URL": valkey_url,
-        "OMP_NUM_THREADS": "1",
-    }
+def two_processes(valkey_url: str, folder: Path, *arguments: str) -> AbstractAsyncContextManager[ProxyProcess]:
     write_tokenizer(folder / "tokenizer.json")
-    command = [sys.executable, "-m", "proxy.main", "--policy", str(folder), *more]
-    process = await asyncio.create_subprocess_exec(*command, env=environment, cwd=ROOT)
-    proxies = Running(process, port, folder / "home" / "proxy" / "proxy.sock")
-    try:
-        await until(lambda: world.redis.scard(keys.PROXIES), "registered")
-        yield proxies
-    finally:
-        if process.returncode is None:
-            process.terminate()
-            await asyncio.wait_for(process.wait(), 20)
+    return proxy_process(valkey_url, folder, folder / "home", *arguments, processes=2)
 
 
-async def members(world: World, count: int) -> set[bytes]:
+async def members(stack: ProxyStack, count: int) -> set[bytes]:
     async def found() -> set[bytes]:
-        names = await world.redis.smembers(keys.PROXIES)
+        names = await stack.redis.smembers(keys.PROXIES)
         return names if len(names) == count else set()
 
     return set(await until(found, f"{count} proxies"))
@@ -75,22 +46,22 @@ async def members(world: World, count: int) -> set[bytes]:
 
 @pytest.mark.stack
 async def test_a_killed_process_is_replaced_while_the_others_serve(
-    world: World, valkey_url: str, tmp_path: Path
+    stack: ProxyStack, valkey_url: str, tmp_path: Path
 ) -> None:
-    async with running(world, valkey_url, tmp_path, "--processes", "2", "--limits", '{"lease_s": 1.0}') as proxies:
-        first = await members(world, 2)
-        served = {await proxies.health(unix=bool(number % 2)) for number in range(4)}
+    async with two_processes(valkey_url, tmp_path, "--limits", '{"lease_s": 1.0}') as proxies:
+        first = await members(stack, 2)
+        served = {await health(proxies, unix=bool(number % 2)) for number in range(4)}
         assert served <= {name.decode() for name in first}
         victim = proxies.children()[0]
         victim.kill()
         for _ in range(10):
-            await proxies.health()
-            await proxies.health(unix=True)
+            await health(proxies)
+            await health(proxies, unix=True)
         await until(lambda: victim.pid not in [child.pid for child in proxies.children()], "reaped")
         await until(lambda: len(proxies.children()) == 2, "started again")
 
         async def renewed() -> bool:
-            names = await world.redis.smembers(keys.PROXIES)
+            names = await stack.redis.smembers(keys.PROXIES)
             return len(names) == 2 and names != first
 
         await until(renewed, "the dead one has left the list, the new one is in it")
@@ -98,18 +69,18 @@ async def test_a_killed_process_is_replaced_while_the_others_serve(
         proxies.process.terminate()
         assert await asyncio.wait_for(proxies.process.wait(), 20) == 0
         assert not any(child.is_running() for child in before)
-        assert not await world.redis.smembers(keys.PROXIES)
+        assert not await stack.redis.smembers(keys.PROXIES)
 
 
 @pytest.mark.stack
-async def test_children_end_with_a_parent_that_was_killed(world: World, valkey_url: str, tmp_path: Path) -> None:
-    async with running(world, valkey_url, tmp_path, "--processes", "2") as proxies:
-        await members(world, 2)
+async def test_children_end_with_a_parent_that_was_killed(stack: ProxyStack, valkey_url: str, tmp_path: Path) -> None:
+    async with two_processes(valkey_url, tmp_path) as proxies:
+        await members(stack, 2)
         children = proxies.children()
         proxies.process.kill()
         await proxies.process.wait()
         await until(lambda: not any(child.is_running() for child in children), "ended")
-        assert not await world.redis.smembers(keys.PROXIES), "they stopped cleanly"
+        assert not await stack.redis.smembers(keys.PROXIES), "they stopped cleanly"
 
 
 @pytest.mark.stack
@@ -118,7 +89,7 @@ async def test_a_proxy_that_cannot_start_ends_instead_of_trying_for_ever(tmp_pat
     environment = os.environ | {"GYRE_HOME": str(tmp_path), "GYRE_PORT_BASE": str(free_port() - 20)}
     command = [sys.executable, "-m", "proxy.main", "--policy", str(tmp_path)]
     process = await asyncio.create_subprocess_exec(
-        *command, "--processes", "2", env=environment, cwd=ROOT, stderr=asyncio.subprocess.PIPE
+        *command, "--processes", "2", env=environment, cwd=CHECKOUT, stderr=asyncio.subprocess.PIPE
     )
     _, complaint = await asyncio.wait_for(process.communicate(), 30)
     assert process.returncode == 2 and b"before it served" in complaint
@@ -139,7 +110,7 @@ def test_what_is_wrong_on_the_command_line_is_said_at_once(
 ) -> None:
     command = [sys.executable, "-m", "proxy.main", "--policy", str(tmp_path / "none"), *arguments]
     ended = subprocess.run(
-        command, env=os.environ | environment, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        command, env=os.environ | environment, cwd=CHECKOUT, capture_output=True, text=True, timeout=60, check=False
     )
     assert ended.returncode == 2
     assert complaint in ended.stderr and "Traceback" not in ended.stderr

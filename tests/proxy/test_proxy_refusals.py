@@ -8,22 +8,22 @@ from typing import Any
 
 import aiohttp
 import pytest
-from proxy_parts import QUICK, Harness, World, until
+from proxy_parts import QUICK, Harness, ProxyStack, until
 
 from infra.state import keys
 
 
 @pytest.fixture
-async def harness(world: World, session: aiohttp.ClientSession) -> Harness:
-    await world.open("cell-0")
-    proxy = await world.proxy()
-    harness = Harness(proxy.url, await world.key(), session)
+async def harness(stack: ProxyStack, session: aiohttp.ClientSession) -> Harness:
+    await stack.open("cell-0")
+    proxy = await stack.proxy()
+    harness = Harness(proxy.url, await stack.key(), session)
     harness.user("go")
     return harness
 
 
 @pytest.mark.parametrize("case", ["unknown", "revoked", "old generation", "none"])
-async def test_keys_that_do_not_count_are_400(world: World, harness: Harness, case: str) -> None:
+async def test_keys_that_do_not_count_are_400(stack: ProxyStack, harness: Harness, case: str) -> None:
     if case == "unknown":
         harness.key = "another"
     elif case == "none":
@@ -31,62 +31,62 @@ async def test_keys_that_do_not_count_are_400(world: World, harness: Harness, ca
     else:
         assert (await harness.post())[0] == 200
         if case == "revoked":
-            await world.redis.delete(keys.key(harness.key))
+            await stack.redis.delete(keys.key(harness.key))
         else:
-            await world.redis.set(keys.generation_of("ep"), 1)
+            await stack.redis.set(keys.generation_of("ep"), 1)
     status, body = await harness.post()
     assert status == 400 and body["error"]["code"] == "invalid_api_key"
 
 
-async def test_the_key_may_come_in_either_header(world: World, harness: Harness) -> None:
+async def test_the_key_may_come_in_either_header(stack: ProxyStack, harness: Harness) -> None:
     body = {"messages": harness.messages}
     url = f"{harness.url}/v1/chat/completions"
     async with harness.session.post(url, json=body, headers={"x-api-key": harness.key}) as response:
         assert response.status == 200
 
 
-async def test_a_generation_that_ends_during_a_call_records_nothing(world: World, harness: Harness) -> None:
-    engine = world.engines["cell-0"]
+async def test_a_generation_that_ends_during_a_call_records_nothing(stack: ProxyStack, harness: Harness) -> None:
+    engine = stack.engines["cell-0"]
     engine.gate.clear()
     answer = asyncio.create_task(harness.post())
     await until(lambda: engine.seen, "asked")
-    await world.redis.set(keys.generation_of("ep"), 1)
+    await stack.redis.set(keys.generation_of("ep"), 1)
     engine.gate.set()
     status, body = await answer
     assert status == 400 and body["error"]["code"] == "invalid_api_key"
-    assert await world.records() == []
-    assert await world.redis.hlen(keys.open_calls("ep")) == 0
+    assert await stack.records() == []
+    assert await stack.redis.hlen(keys.open_calls("ep")) == 0
 
 
-async def test_a_prompt_beyond_the_context_is_refused_in_openais_words(world: World, harness: Harness) -> None:
-    await world.key(context_limit=30)
+async def test_a_prompt_beyond_the_context_is_refused_in_openais_words(stack: ProxyStack, harness: Harness) -> None:
+    await stack.key(context_limit=30)
     harness.user("x" * 200)
     status, body = await harness.post()
     assert status == 400 and body["error"]["code"] == "context_length_exceeded"
     assert "maximum context length is 30 tokens" in body["error"]["message"]
-    assert await world.redis.get(keys.truncated("ep")) == b"context"
-    assert not world.engines["cell-0"].seen
+    assert await stack.redis.get(keys.truncated("ep")) == b"context"
+    assert not stack.engines["cell-0"].seen
 
 
-async def test_a_turn_ends_at_the_context_limit(world: World, harness: Harness) -> None:
+async def test_a_turn_ends_at_the_context_limit(stack: ProxyStack, harness: Harness) -> None:
     await harness.post()
-    prompt = len(world.engines["cell-0"].seen[0].input_ids)
-    await world.key("other", context_limit=prompt + 2)
-    world.replies = ["a very long story<|im_end|>"]
+    prompt = len(stack.engines["cell-0"].seen[0].input_ids)
+    await stack.key("other", context_limit=prompt + 2)
+    stack.replies = ["a very long story<|im_end|>"]
     harness.key = "key-other"
     _, body = await harness.post()
     assert body["choices"][0]["finish_reason"] == "length"
-    (record,) = await world.records("other")
+    (record,) = await stack.records("other")
     assert record.finish_reason == "context" and len(record.output_ids) == 2
 
 
-async def test_calls_beyond_the_limit_are_refused(world: World, harness: Harness) -> None:
-    await world.key(max_calls=1)
+async def test_calls_beyond_the_limit_are_refused(stack: ProxyStack, harness: Harness) -> None:
+    await stack.key(max_calls=1)
     await harness.turn()
     harness.user("more")
     status, body = await harness.post()
     assert status == 400 and body["error"]["code"] == "call_limit_exceeded"
-    assert await world.redis.get(keys.truncated("ep")) == b"calls"
+    assert await stack.redis.get(keys.truncated("ep")) == b"calls"
 
 
 @pytest.mark.parametrize(
@@ -140,8 +140,10 @@ async def test_bodies_that_are_no_request_are_400(harness: Harness, body: bytes)
 
 
 @pytest.mark.parametrize("chunked", [True, False])
-async def test_an_oversized_body_is_refused_before_it_is_read(world: World, harness: Harness, chunked: bool) -> None:
-    proxy = await world.proxy(QUICK.model_copy(update={"body_bytes": 1000}))
+async def test_an_oversized_body_is_refused_before_it_is_read(
+    stack: ProxyStack, harness: Harness, chunked: bool
+) -> None:
+    proxy = await stack.proxy(QUICK.model_copy(update={"body_bytes": 1000}))
     url, headers = f"{proxy.url}/v1/chat/completions", {"x-api-key": harness.key}
     big: Any = b"x" * 5000
 
@@ -152,7 +154,7 @@ async def test_an_oversized_body_is_refused_before_it_is_read(world: World, harn
         assert response.status == 413
 
 
-async def test_unknown_paths_probes_and_methods(world: World, harness: Harness) -> None:
+async def test_unknown_paths_probes_and_methods(stack: ProxyStack, harness: Harness) -> None:
     async with harness.session.get(f"{harness.url}/v1/nothing") as response:
         assert response.status == 404 and (await response.json())["error"]["code"] == "unknown_url"
     async with harness.session.get(f"{harness.url}/v1/chat/completions") as response:
@@ -164,18 +166,18 @@ async def test_unknown_paths_probes_and_methods(world: World, harness: Harness) 
 
 
 async def test_lone_surrogates_of_undecodable_output_become_replacement_characters(
-    world: World, harness: Harness
+    stack: ProxyStack, harness: Harness
 ) -> None:
     body = json.dumps({"messages": [{"role": "user", "content": "a \udcff b"}]}).encode()
     url, headers = f"{harness.url}/v1/chat/completions", {"x-api-key": harness.key}
     async with harness.session.post(url, data=body, headers=headers) as response:
         assert response.status == 200
-    assert "�" in world.renderer.tokenizer.decode(world.engines["cell-0"].seen[0].input_ids)
+    assert "�" in stack.renderer.tokenizer.decode(stack.engines["cell-0"].seen[0].input_ids)
 
 
-async def test_lost_records_end_the_episode(world: World, harness: Harness) -> None:
+async def test_lost_records_end_the_episode(stack: ProxyStack, harness: Harness) -> None:
     await harness.turn()
-    await world.redis.delete(keys.calls("ep"))
+    await stack.redis.delete(keys.calls("ep"))
     harness.user("more")
     status, body = await harness.post()
     assert status == 400 and body["error"]["code"] == "records_lost"

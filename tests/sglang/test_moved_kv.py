@@ -9,7 +9,7 @@ import pytest
 
 from infra.sglang.client import EngineClient
 from infra.sglang.generation import GenerateRequest
-from tests.bench.migration import FIRST, SECOND, SMALL, Plan, started
+from tests.bench.migration import FIRST, SECOND, SMALL, MigrationBenchSizes, started
 from workers.quickstart import prepare
 
 pytestmark = pytest.mark.stack
@@ -28,7 +28,7 @@ async def release_while_writing(engine: EngineClient) -> None:
 
 async def test_a_moved_prefix_comes_from_the_store_at_its_own_weights_and_is_computed_without_a_store() -> None:
     policy = await asyncio.to_thread(prepare, 0, print)
-    plan = Plan.model_validate(SMALL)
+    plan = MigrationBenchSizes.model_validate(SMALL)
     async with started(plan, policy.absolute()) as bench:
         moved = await bench.in_a_turn()
         assert moved["holds"], moved

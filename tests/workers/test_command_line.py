@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from free_ports import free_port
+
+from tests.processes import free_port
 
 GYRE = str(Path(sys.executable).parent / "gyre")
 

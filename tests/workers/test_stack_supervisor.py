@@ -12,10 +12,9 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
-from free_ports import free_port
-
 from infra.episodes.processes import start_time
 from infra.settings import Settings
+from tests.processes import free_port
 from workers.stack.local import end_leftovers, read_state
 from workers.stack.processes import ProcessSpec, child_environment, local_stack
 from workers.stack.supervisor import Stack

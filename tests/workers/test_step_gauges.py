@@ -13,7 +13,6 @@ from typing import Any
 
 import orjson
 import pytest
-from free_ports import free_port
 from temporalio.runtime import PrometheusConfig, Runtime, TelemetryConfig
 from temporalio.testing import ActivityEnvironment
 
@@ -23,6 +22,7 @@ from infra.settings import Settings
 from infra.state.blobs import BlobStore
 from infra.state.record_names import latest_name, step_name
 from infra.temporal import connect
+from tests.processes import free_port
 from trajectory.gauges import Gauges
 from trajectory.stats import GroupStats
 from workflows.contracts.orders import CommitInput, Committed, GaugesInput

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from free_ports import free_port
 from temporalio.api.common.v1 import ActivityType
 from temporalio.api.failure.v1 import Failure
 from temporalio.api.history.v1 import (
@@ -25,6 +24,7 @@ from temporalio.api.history.v1 import (
 )
 
 from infra.state import keys
+from tests.processes import free_port
 from trajectory.records import make_record
 from workers.why import episode_outcome as outcome
 from workers.why.activity_waits import activity_wait, task_waits

