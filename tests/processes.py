@@ -9,9 +9,10 @@ import socket
 import sys
 import time
 from asyncio.subprocess import DEVNULL
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 
@@ -69,7 +70,12 @@ class ProxyProcess:
 
 @asynccontextmanager
 async def proxy_process(
-    redis_url: str, policy: Path, home: Path, *arguments: str, processes: int = 1, **settings: str
+    redis_url: str,
+    policy: Path,
+    home: Path,
+    *arguments: str,
+    processes: int = 1,
+    settings: Mapping[str, str] = MappingProxyType({}),
 ) -> AsyncIterator[ProxyProcess]:
     """A proxy whose processes have all registered; it ends with the context. ``settings`` are more ``GYRE_*``
     variables. Raises UsageError.

@@ -78,13 +78,13 @@ async def bench_trajectory(
 
     if full or small:
         episodes, group_size = (trajectory.FULL, 16) if full else (trajectory.SMALL, trajectory.SMALL)
-    plan = trajectory.Plan(episodes=episodes, group_size=group_size, tokens=tokens, token_budget=budget)
+    plan = trajectory.TrajectoryBenchSizes(episodes=episodes, group_size=group_size, tokens=tokens, token_budget=budget)
     result = {"processor": await asyncio.to_thread(trajectory.measure, plan)}
     lines = [trajectory.describe(result["processor"])]
     if training:
         from tests.bench import training as passes  # torch: only now
 
-        sizes = passes.Plan.model_validate(passes.SMALL if small else {})
+        sizes = passes.TrainingBenchSizes.model_validate(passes.SMALL if small else {})
         result["training"] = await asyncio.to_thread(passes.measure, sizes)
         lines.append(trajectory.describe_training(result["training"]))
     holds = all(part["holds"] for part in result.values())
@@ -113,23 +113,23 @@ async def bench_elastic(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Elastic scheduling against Colocate and static splits, on cells with quotas. Exit code 1 when a limit fails."""
-    from tests.bench.elastic.bench import SMALL, Bench, Plan, show_result
+    from tests.bench.elastic.bench import SMALL, ElasticBench, ElasticBenchPlan, show_result
     from workers.quickstart import prepare
     from workflows.scheduling.policies import POLICIES
 
     if unknown := sorted(set(policies.split(",")) - POLICIES.keys()):
         raise UsageError(f"--policies: there is no policy {unknown[0]!r}; there are {', '.join(POLICIES)}")
-    told = Console(stderr=True, soft_wrap=True)
+    progress = Console(stderr=True, soft_wrap=True)
     sizes = SMALL if small else {"policies": tuple(policies.split(",")), "rounds": rounds}
     if staleness and not small:  # overlapping steps are measured several to a run
         sizes |= {"rounds": math.ceil(rounds / 3), "steps": 3}
     if home is not None and home.exists() and any(home.iterdir()):
         raise UsageError(f"--home {home} holds something: name a new folder")
     more = {"staleness": staleness, "seed": seed, "minutes": minutes} | ({"cell_cpu": cpu} if cpu else {})
-    plan = Plan.model_validate({**sizes, **more})
-    policy = await asyncio.to_thread(prepare, 0, told.print)
+    plan = ElasticBenchPlan.model_validate({**sizes, **more})
+    policy = await asyncio.to_thread(prepare, 0, progress.print)
     with tempfile.TemporaryDirectory(prefix="gyre-elastic-", ignore_cleanup_errors=True) as scratch:
-        bench = Bench(plan, policy.absolute(), home or Path(scratch), port_base, told.print)
+        bench = ElasticBench(plan, policy.absolute(), home or Path(scratch), port_base, progress.print)
         running = asyncio.ensure_future(bench.run())
         for number in (signal.SIGTERM, signal.SIGINT):  # nothing may be left running, however often it is asked
             asyncio.get_running_loop().add_signal_handler(number, running.cancel, f"signal {number}")
@@ -153,9 +153,9 @@ async def bench_migration(
     from tests.bench.migration import SMALL, MigrationBenchSizes, measure, print_bench  # torch: only now
     from workers.quickstart import prepare
 
-    told = Console(stderr=True, soft_wrap=True)
+    progress = Console(stderr=True, soft_wrap=True)
     sizes = MigrationBenchSizes.model_validate(SMALL if small else {"episodes": episodes, "prefix": prefix})
-    policy = await asyncio.to_thread(prepare, 0, told.print)
+    policy = await asyncio.to_thread(prepare, 0, progress.print)
     measuring = asyncio.ensure_future(measure(sizes, policy.absolute()))
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, measuring.cancel)  # nothing may be left running
     try:

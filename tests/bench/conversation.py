@@ -133,9 +133,9 @@ class AnthropicConversation(Conversation):
         body = orjson.loads(answer)
         blocks = body["content"]
         thought = "".join(block["thinking"] for block in blocks if block["type"] == "thinking")
-        said = "".join(block["text"] for block in blocks if block["type"] == "text")
+        text = "".join(block["text"] for block in blocks if block["type"] == "text")
         calls = [(block["name"], str(block["input"])) for block in blocks if block["type"] == "tool_use"]
-        self._say({"role": "assistant", "content": blocks}, turn_text(thought, said, calls))
+        self._say({"role": "assistant", "content": blocks}, turn_text(thought, text, calls))
         self.calls = [block["id"] for block in body["content"] if block["type"] == "tool_use"]
         self.prompt_tokens = body["usage"]["input_tokens"]
         self.output_tokens = body["usage"]["output_tokens"]

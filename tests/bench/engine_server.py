@@ -144,8 +144,8 @@ class _Connection(asyncio.BufferedProtocol):
 
 
 async def serve(tokenizer: Path, delay_s: float) -> None:
-    said = cycle(ScriptedTurn(ids) for ids in turns(Tokenizer.from_file(str(tokenizer))))
-    engine = ScriptedEngine(Script(lambda prompt: next(said)))
+    spoken = cycle(ScriptedTurn(ids) for ids in turns(Tokenizer.from_file(str(tokenizer))))
+    engine = ScriptedEngine(Script(lambda prompt: next(spoken)))
     spent: dict[str, float] = {}
     loop = asyncio.get_running_loop()
     server = await loop.create_server(lambda: _Connection(engine, delay_s, spent), "127.0.0.1", 0, backlog=1024)

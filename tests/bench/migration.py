@@ -95,7 +95,7 @@ async def started(sizes: MigrationBenchSizes, policy: Path) -> AsyncIterator[Mig
         async with (
             partial_stack(folder, free_port()) as stack,
             BenchCells(stack, folder, policy, [FIRST, SECOND], store_mb=sizes.store_mb) as cells,
-            proxy_process(stack.redis_url, policy, folder / "proxy", **cells.settings) as proxy,
+            proxy_process(stack.redis_url, policy, folder / "proxy", settings=cells.settings) as proxy,
             aiohttp.ClientSession() as session,
         ):
             yield MigrationBench(sizes, policy, stack, cells, session=session, url=proxy.url)
@@ -118,8 +118,8 @@ class MovedEpisode:
             answer = await response.json()
             if response.status != 200:
                 raise UsageError(f"HTTP {response.status}: {answer}")
-        said = answer["choices"][0]["message"]
-        self._messages.append({name: value for name, value in said.items() if value is not None})
+        message = answer["choices"][0]["message"]
+        self._messages.append({name: value for name, value in message.items() if value is not None})
 
 
 class MigrationBench:
@@ -260,14 +260,14 @@ class MigrationBench:
 
     def _differences(self, tokens: list[int], record: CallRecord) -> list[float]:
         count = len(record.output_ids)
-        found: list[float] = []
+        differences: list[float] = []
         for version in np.unique(record.versions):
             with torch.no_grad():
                 logits = self._models[int(version)](torch.tensor([tokens])).logits[0, -count - 1 : -1]
             scored = torch.log_softmax(logits / record.temperature, dim=-1)
             expected = scored[torch.arange(count), torch.tensor(record.output_ids.tolist())].numpy()
-            found += np.abs(expected - record.logprobs)[record.versions == version].tolist()
-        return found
+            differences += np.abs(expected - record.logprobs)[record.versions == version].tolist()
+        return differences
 
 
 def moving(records: list[CallRecord], *, at_least: float = 0.0, at_most: float = 1.0) -> dict[str, Any]:

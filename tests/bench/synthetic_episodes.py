@@ -46,7 +46,7 @@ class _Writer:
     def draw(self, count: int) -> Int32:
         return self.rng.integers(0, VOCABULARY, max(count, 1), np.int32)
 
-    def call(self, prompt: Int32, sampled: int, *, agent: str, parent: int = -1, kept: int = 0, **told: object) -> int:
+    def call(self, prompt: Int32, sampled: int, *, agent: str, parent: int = -1, kept: int = 0, **more: object) -> int:
         output = self.draw(sampled)
         seq = len(self.encoded)
         record = make_record(
@@ -66,7 +66,7 @@ class _Writer:
             started_at=1.0 * seq,
             active_s=1.0,
             held_s=0.0,
-            **told,
+            **more,
         )
         data = encode(record)
         self.previous = record_hash(data)

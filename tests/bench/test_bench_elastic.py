@@ -17,21 +17,21 @@ from infra.harness.harness import HarnessUnavailable
 from infra.harness.registry import NAMES, harness_named
 from infra.tasks.harbor import list_tasks, load_task
 from tests.bench.__main__ import CHECKOUT, app
-from tests.bench.elastic.bench import Plan, judged
-from tests.bench.elastic.history import Activity, History, switches
+from tests.bench.elastic.bench import ElasticBenchPlan, judged
+from tests.bench.elastic.history import CompletedActivity, WorkflowHistory, switches
 from tests.bench.elastic.paced_harness import PLUGIN, Paced
-from tests.bench.elastic.prediction import Call, Traced, speed_law
-from tests.bench.elastic.tasks import PLAN, Shape, Step, draw_step, session_of, warm_up, write_tasks
+from tests.bench.elastic.prediction import TracedCall, TracedRun, speed_law
+from tests.bench.elastic.tasks import PLAN, StepShape, StepWork, draw_step, session_of, warm_up, write_tasks
 from workers.simulate.trace import TracedEpisode
 
 
-def length_s(shape: Shape, turns: tuple[tuple[int, int, float], ...]) -> float:
+def length_s(shape: StepShape, turns: tuple[tuple[int, int, float], ...]) -> float:
     """Tool time, in an ordinary episode's."""
     return sum(tool_s for _, _, tool_s in turns) / (shape.turns * shape.tool_s)
 
 
 def test_a_step_has_a_long_tail_in_few_groups_and_is_the_same_for_every_policy() -> None:
-    shape = Shape()
+    shape = StepShape()
     for seed in range(8):
         step = draw_step(shape, seed=seed)
         assert step == draw_step(shape, seed=seed)
@@ -44,13 +44,13 @@ def test_a_step_has_a_long_tail_in_few_groups_and_is_the_same_for_every_policy()
 
 
 def test_every_group_has_a_gradient_and_another_step_of_a_seed_has_the_same_tail_tasks() -> None:
-    shape = Shape()
+    shape = StepShape()
     first, second = draw_step(shape, seed=3), draw_step(shape, seed=3, step=1)
     assert first != second
     for step in (first, second):
         assert all(len({episode.reward for episode in group}) == shape.group_size for group in step)
 
-    def tail(step: Step) -> set[int]:
+    def tail(step: StepWork) -> set[int]:
         most = [max(length_s(shape, episode.turns) for episode in group) for group in step]
         return set(sorted(range(len(most)), key=lambda group: -most[group])[: shape.tail_groups])
 
@@ -58,7 +58,7 @@ def test_every_group_has_a_gradient_and_another_step_of_a_seed_has_the_same_tail
 
 
 def test_every_episode_of_every_run_finds_its_own_turns(tmp_path: Path) -> None:
-    shape = Shape(groups=3, group_size=2, tail_groups=1)
+    shape = StepShape(groups=3, group_size=2, tail_groups=1)
     work = [warm_up(shape), draw_step(shape, seed=1)]
     write_tasks(tmp_path, {"colocate-r0": work, "async-1-r0": work})
     assert len(list_tasks(tmp_path)) == 3
@@ -86,14 +86,14 @@ def test_the_scripted_harness_is_a_choice_only_where_the_benchs_plugin_is_found(
 
 
 def test_switches_are_read_from_a_cells_history_and_a_runs_first_state_is_none() -> None:
-    def order(name: str, at: float, seconds: float, run: str) -> list[Activity]:
+    def order(name: str, at: float, seconds: float, run: str) -> list[CompletedActivity]:
         desired = {"desired": {"context": {"run": run}}}
         return [
-            Activity("drain_cell", at, {}, completed=at),
-            Activity(name, at, desired, completed=at + seconds),
+            CompletedActivity("drain_cell", at, {}, completed=at),
+            CompletedActivity(name, at, desired, completed=at + seconds),
         ]
 
-    history = History(began=0.0)
+    history = WorkflowHistory(began=0.0)
     for name, at, seconds, run in (
         ("serve_rollout", 5, 9, "a"),
         ("prepare_training", 20, 2, "a"),
@@ -127,11 +127,11 @@ def test_the_speed_alone_is_found_from_calls_in_more_and_less_company(alone: flo
         for episode in range(company):
             at = begin + episode * (tools + call) / company
             while at + call < begin + 300:
-                calls.append(Call(at, call))
+                calls.append(TracedCall(at, call))
                 at += tools + call
     active_s = sum(tools + call.seconds for call in calls)
     traced = TracedEpisode(run="r", step=1, group=0, task="t", start=0.0, active_s=active_s, wall_s=active_s)
-    found = speed_law([Traced([traced], calls)], cells=1, capacity=8)
+    found = speed_law([TracedRun([traced], calls)], cells=1, capacity=8)
     full = tools + answered_s(8, tools, alone, slope)
     assert found.solo_speedup == pytest.approx(full / (tools + alone), rel=0.05)
     assert found.tool_share == pytest.approx(tools / full, rel=0.05)
@@ -154,7 +154,7 @@ def test_the_best_static_split_is_the_baseline_and_every_limit_is_judged() -> No
 
 
 def test_async_stands_for_every_static_split() -> None:
-    plan = Plan(policies=("predictive", "async"), cells=4)
+    plan = ElasticBenchPlan(policies=("predictive", "async"), cells=4)
     assert plan.variants() == ["predictive", "async-1", "async-2", "async-3"]
     assert plan.scheduler("async-3").training_cells == 3
 

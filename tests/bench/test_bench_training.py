@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.bench.training import SMALL, Plan, _cost, _fitted, measure
+from tests.bench.training import SMALL, TrainingBenchSizes, _cost, _fitted, measure
 
 PRICES = (0.01, 5e-5, 8e-8, 2e-5)
 
@@ -22,7 +22,7 @@ def test_a_price_is_never_negative() -> None:
 
 
 def test_sharing_saves_what_the_counts_say_and_changes_no_gradient() -> None:
-    result = measure(Plan.model_validate({**SMALL, "windows": (3, 6), "repetitions": 2}))
+    result = measure(TrainingBenchSizes.model_validate({**SMALL, "windows": (3, 6), "repetitions": 2}))
     assert result["gradient_distance"] < 1e-5
     rows = {(row["windows"], row["cap"], row["prefixes"]): row for row in result["rows"]}
     assert len(rows) == 8

@@ -52,7 +52,7 @@ SMALL: Final = {"tokens": 2500, "calls": 40, "hidden": 64}
 """Sizes for a run of seconds, with the same limits."""
 
 
-class Plan(BaseModel):
+class TrainingBenchSizes(BaseModel):
     """Sizes of the measurement."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -70,7 +70,7 @@ class Plan(BaseModel):
 
 
 @dataclass(frozen=True)
-class Form:
+class MeasuredForm:
     """What is measured: micro-steps, and the counts that their cost follows from."""
 
     name: str
@@ -84,43 +84,43 @@ class Form:
         return len(self.micro_steps), tokens, pairs, targets
 
 
-def measure(plan: Plan) -> dict[str, Any]:
+def measure(sizes: TrainingBenchSizes) -> dict[str, Any]:
     """Seconds, predictions and savings of every shape, and whether the limits hold."""
     _keep_freed_memory()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with tempfile.TemporaryDirectory(prefix="gyre-bench-") as folder:
-            replica = _replica(Path(folder), plan)
-            forms = {form.name: form for windows in plan.windows for form in _forms(plan, windows)}
-            known = _known_forms(plan, max(form.counts[1] for form in forms.values()))
+            replica = _replica(Path(folder), sizes)
+            forms = {form.name: form for windows in sizes.windows for form in _forms(sizes, windows)}
+            known = _known_forms(sizes, max(form.counts[1] for form in forms.values()))
             apart = {
                 f"{windows} windows, {cap}": _gradient_distance(
                     replica, forms[f"{windows}/{cap}/apart"], forms[f"{windows}/{cap}/once"]
                 )
-                for windows in plan.windows
+                for windows in sizes.windows
                 for cap in ("cap", "all")
             }
-            seconds = _seconds(replica, [*known, *forms.values()], known[-1], plan.repetitions)
+            seconds = _seconds(replica, [*known, *forms.values()], known[-1], sizes.repetitions)
     finally:
         torch.set_num_threads(threads)
     prices = _fitted([(form.counts, seconds[form.name]) for form in known])
     rows = [_row(form, seconds[form.name], prices) for form in forms.values()]
     savings = [
         _saving(windows, cap, [forms[f"{windows}/{cap}/{way}"] for way in ("apart", "once")], seconds, prices)
-        for windows in plan.windows
+        for windows in sizes.windows
         for cap in ("cap", "all")
     ]
     worst = max(abs(row["error"]) for row in rows)
     least = min(saving["share_of_ideal"] for saving in savings)
     return {
-        "plan": plan.model_dump(),
+        "plan": sizes.model_dump(),
         "prices": dict(zip(("pass_s", "token_s", "pair_s", "target_s"), prices, strict=True)),
         "rows": rows,
         "compute_once": savings,
         "cap_saving": {
             str(windows): round(1 - seconds[f"{windows}/cap/apart"] / seconds[f"{windows}/all/apart"], 4)
-            for windows in plan.windows
+            for windows in sizes.windows
         },
         "published_cap_saving": PUBLISHED_CAP_SAVING,
         "gradient_distance": max(apart.values()),
@@ -137,7 +137,7 @@ def measure(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _row(form: Form, seconds: float, prices: Sequence[float]) -> dict[str, Any]:
+def _row(form: MeasuredForm, seconds: float, prices: Sequence[float]) -> dict[str, Any]:
     windows, cap, way = form.name.split("/")
     _, tokens, pairs, targets = form.counts
     predicted = _cost(form.counts, prices)
@@ -156,7 +156,7 @@ def _row(form: Form, seconds: float, prices: Sequence[float]) -> dict[str, Any]:
 
 
 def _saving(
-    windows: int, cap: str, forms: Sequence[Form], seconds: Mapping[str, float], prices: Sequence[float]
+    windows: int, cap: str, forms: Sequence[MeasuredForm], seconds: Mapping[str, float], prices: Sequence[float]
 ) -> dict[str, Any]:
     """What computing prefixes once saves of a form's time. ``forms``: written out, and once."""
     apart, once = forms
@@ -171,20 +171,20 @@ def _saving(
     }
 
 
-def _forms(plan: Plan, windows: int) -> list[Form]:
+def _forms(sizes: TrainingBenchSizes, windows: int) -> list[MeasuredForm]:
     """The four forms of one shape: five trajectories or all, prefixes written out (``apart``) or ``once``."""
-    shape = EpisodeShape(tokens=plan.tokens, calls=plan.calls, windows=windows, agent_calls=4)
+    shape = EpisodeShape(tokens=sizes.tokens, calls=sizes.calls, windows=windows, agent_calls=4)
     episodes = []
     for number in range(2):
         name = f"bench/{windows}/{number}"
-        records = decode_chain(encoded_episode(name, plan.seed + number, shape))
+        records = decode_chain(encoded_episode(name, sizes.seed + number, shape))
         episodes.append(GradedEpisode(name, records, reward=float(number)))
     forms = []
     for cap, limit in (("cap", CAP), ("all", None)):
         config = TrajectoryConfig(cap=limit, token_budget=1 << 30, share_prefixes=True)
-        once = [_in_vocabulary(made, plan.vocab) for made in process_group(episodes, config).micro_steps]
-        forms.append(Form(f"{windows}/{cap}/once", tuple(once)))
-        forms.append(Form(f"{windows}/{cap}/apart", tuple(each.unshared() for each in once)))
+        once = [_in_vocabulary(made, sizes.vocab) for made in process_group(episodes, config).micro_steps]
+        forms.append(MeasuredForm(f"{windows}/{cap}/once", tuple(once)))
+        forms.append(MeasuredForm(f"{windows}/{cap}/apart", tuple(each.unshared() for each in once)))
     return forms
 
 
@@ -193,9 +193,9 @@ def _in_vocabulary(made: MicroStep, vocab: int) -> MicroStep:
     return made
 
 
-def _known_forms(plan: Plan, largest: int) -> list[Form]:
+def _known_forms(sizes: TrainingBenchSizes, largest: int) -> list[MeasuredForm]:
     """Trajectories that share nothing, of sizes around those measured, in which tokens, pairs and targets differ."""
-    sizes = (
+    known = (
         (largest, 4, 0.15),
         (largest, 24, 0.15),
         (largest * 2 // 3, 3, 0.15),
@@ -205,12 +205,12 @@ def _known_forms(plan: Plan, largest: int) -> list[Form]:
         (largest // 6, 4, 0.15),
     )
     return [
-        Form(f"known {number}", (_lone(plan, tokens // count, count, share),))
-        for number, (tokens, count, share) in enumerate(sizes)
+        MeasuredForm(f"known {number}", (_lone(sizes, tokens // count, count, share),))
+        for number, (tokens, count, share) in enumerate(known)
     ]
 
 
-def _lone(plan: Plan, length: int, count: int, share: float) -> MicroStep:
+def _lone(sizes: TrainingBenchSizes, length: int, count: int, share: float) -> MicroStep:
     random = np.random.default_rng(length)
     n = length * count
     ends = np.arange(count + 1, dtype=np.int32) * length
@@ -218,12 +218,12 @@ def _lone(plan: Plan, length: int, count: int, share: float) -> MicroStep:
     target[ends[:-1]], target[ends[1:] - 1] = False, True
     only_targets = np.where(target, 0, -1).astype(np.int32)
     return MicroStep(
-        ids=random.integers(0, plan.vocab, n).astype(np.int32),
+        ids=random.integers(0, sizes.vocab, n).astype(np.int32),
         cu_seqlens=ends,
         prefix_of=np.full(count, -1, np.int32),
         prefix_len=np.zeros(count, np.int32),
         target=target,
-        behaviour=np.where(target, -math.log(plan.vocab), 0).astype(np.float32),
+        behaviour=np.where(target, -math.log(sizes.vocab), 0).astype(np.float32),
         temperature=np.ones(n, np.float32),
         version=only_targets,
         call=only_targets,
@@ -236,15 +236,15 @@ def _lone(plan: Plan, length: int, count: int, share: float) -> MicroStep:
     )
 
 
-def _replica(folder: Path, plan: Plan) -> Replica:
-    """Of a random policy of the plan's size."""
-    heads = plan.hidden // 16
+def _replica(folder: Path, sizes: TrainingBenchSizes) -> Replica:
+    """Of a random policy of the sizes's size."""
+    heads = sizes.hidden // 16
     config = {
         "model_type": "qwen3",
-        "vocab_size": plan.vocab,
-        "hidden_size": plan.hidden,
-        "intermediate_size": 3 * plan.hidden,
-        "num_hidden_layers": plan.layers,
+        "vocab_size": sizes.vocab,
+        "hidden_size": sizes.hidden,
+        "intermediate_size": 3 * sizes.hidden,
+        "num_hidden_layers": sizes.layers,
         "num_attention_heads": heads,
         "num_key_value_heads": heads // 2,
         "head_dim": 16,
@@ -255,16 +255,16 @@ def _replica(folder: Path, plan: Plan) -> Replica:
     }
     (folder / "config.json").write_text(json.dumps(config))
     replica = Replica(folder, OptimizerConfig(kind="sgd"))
-    random = torch.Generator().manual_seed(plan.seed)
+    random = torch.Generator().manual_seed(sizes.seed)
     weights = {}
     for name, tensor in replica.weights().items():
         noise = torch.rand(tensor.shape, generator=random)
-        weights[name] = noise + 0.5 if tensor.dim() == 1 else (noise - 0.5) * (3 / math.sqrt(plan.hidden))
+        weights[name] = noise + 0.5 if tensor.dim() == 1 else (noise - 0.5) * (3 / math.sqrt(sizes.hidden))
     replica.load(weights, 0)
     return replica
 
 
-def _gradient_distance(replica: Replica, one: Form, other: Form) -> float:
+def _gradient_distance(replica: Replica, one: MeasuredForm, other: MeasuredForm) -> float:
     """The largest relative difference of a tensor between the gradients of two forms."""
     first, second = (_gradient(replica, form) for form in (one, other))
     norms = {name: float(tensor.double().norm()) for name, tensor in first.items()}
@@ -275,14 +275,16 @@ def _gradient_distance(replica: Replica, one: Form, other: Form) -> float:
     return max(differences[name] / max(norms[name], FLOOR * total) for name in first)
 
 
-def _gradient(replica: Replica, form: Form) -> dict[str, Tensor]:
+def _gradient(replica: Replica, form: MeasuredForm) -> dict[str, Tensor]:
     replica.begin(0)
     for each in form.micro_steps:
         replica.train(each)
     return replica.gradient()
 
 
-def _seconds(replica: Replica, forms: Sequence[Form], reference: Form, repetitions: int) -> dict[str, float]:
+def _seconds(
+    replica: Replica, forms: Sequence[MeasuredForm], reference: MeasuredForm, repetitions: int
+) -> dict[str, float]:
     """CPU seconds of each form: the median of what it took relative to the runs of ``reference`` before and after it,
     times the median of these. One repetition beforehand is not measured."""
     taken: dict[str, list[float]] = {form.name: [] for form in forms}
@@ -310,7 +312,7 @@ def _keep_freed_memory() -> None:
         mallopt(trim_threshold, (1 << 31) - 1)
 
 
-def _once(replica: Replica, form: Form) -> float:
+def _once(replica: Replica, form: MeasuredForm) -> float:
     replica.begin(0)
     began = time.process_time()
     for each in form.micro_steps:

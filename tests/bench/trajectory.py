@@ -29,7 +29,7 @@ SMALL = 6
 """Episodes of a run of seconds, all in one group."""
 
 
-class Plan(BaseModel):
+class TrajectoryBenchSizes(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     episodes: int = Field(default=16, ge=2)
@@ -42,13 +42,14 @@ class Plan(BaseModel):
     seed: int = 0
 
 
-def measure(plan: Plan) -> dict[str, Any]:
+def measure(sizes: TrajectoryBenchSizes) -> dict[str, Any]:
     """Rates over all groups, and whether the limits hold. Raises UsageError when the measured process fails."""
     groups = [
-        range(first, min(first + plan.group_size, plan.episodes)) for first in range(0, plan.episodes, plan.group_size)
+        range(first, min(first + sizes.group_size, sizes.episodes))
+        for first in range(0, sizes.episodes, sizes.group_size)
     ]
-    shape = EpisodeShape(tokens=plan.tokens)
-    order = {"trajectory": {"cap": plan.cap, "token_budget": plan.token_budget, "share_prefixes": True}}
+    shape = EpisodeShape(tokens=sizes.tokens)
+    order = {"trajectory": {"cap": sizes.cap, "token_budget": sizes.token_budget, "share_prefixes": True}}
     results = []
     command = [sys.executable, "-m", "tests.bench.group_process"]
     with (
@@ -58,7 +59,7 @@ def measure(plan: Plan) -> dict[str, Any]:
         if process.stdin is None or process.stdout is None:
             raise UsageError("the measured process has no pipes")
         for group in groups:
-            names = {f"bench/000000/g/{group[0]:03d}/{i:03d}": plan.seed + i for i in group}
+            names = {f"bench/000000/g/{group[0]:03d}/{i:03d}": sizes.seed + i for i in group}
             encoded = {name: encoded_episode(name, seed, shape) for name, seed in names.items()}
             file = Path(folder) / "group"
             file.write_bytes(msgspec.msgpack.encode(encoded))
@@ -70,15 +71,15 @@ def measure(plan: Plan) -> dict[str, Any]:
                 raise UsageError("the measured process ended before its time: see above")
             results.append(json.loads(line))
         process.stdin.close()
-    return _summed(plan, results)
+    return _summed(sizes, results)
 
 
-def _summed(plan: Plan, results: list[dict[str, Any]]) -> dict[str, Any]:
+def _summed(sizes: TrajectoryBenchSizes, results: list[dict[str, Any]]) -> dict[str, Any]:
     sums = {name: sum(r[name] for r in results) for name in results[0] if name not in ("resident_bytes",)}
     rate = sums["unique_tokens"] / sums["cpu_s"]
     resident, largest = max(r["resident_bytes"] for r in results), max(r["columns_bytes"] for r in results)
     return {
-        "plan": plan.model_dump(),
+        "plan": sizes.model_dump(),
         **{name: round(value, 4) for name, value in sums.items()},
         "tokens_per_cpu_s": round(rate),
         "tokens_per_cpu_s_with_bytes": round(sums["unique_tokens"] / (sums["cpu_s"] + sums["to_bytes_cpu_s"])),

@@ -75,9 +75,9 @@ def _stream(records: Sequence[CallRecord], requests: Sequence[SeenRequest]) -> C
     sampled = [request for request in requests if request.output_ids and not request.lost]
     seen = Counter(tuple(request.sequence) for request in sampled if not request.held)
     held = Counter(tuple(request.sequence) for request in sampled if request.held)
-    said = Counter(tuple(sequence) for sequence in sequences(records))
-    extra, lacking = said - seen - held, seen - said
-    detail = f"{sum(said.values())} sequences, {max(map(len, said), default=0)} tokens at most"
+    recorded = Counter(tuple(sequence) for sequence in sequences(records))
+    extra, lacking = recorded - seen - held, seen - recorded
+    detail = f"{sum(recorded.values())} sequences, {max(map(len, recorded), default=0)} tokens at most"
     if extra or lacking:
         detail = f"{extra.total()} recorded but never sampled, {lacking.total()} sampled but not recorded"
     return CheckResult(what, not extra and not lacking, detail)
@@ -91,8 +91,8 @@ def _trained_once(records: Sequence[CallRecord]) -> CheckResult:
         return CheckResult(what, False, str(error))
     for cap in (None, 5):
         targets = Counter[tuple[int, int]]()
-        for one in select(tree, classify(records), cap).trajectories:
-            columns = one.path[one.target]
+        for trajectory in select(tree, classify(records), cap).trajectories:
+            columns = trajectory.path[trajectory.target]
             targets.update(zip(tree.call[columns].tolist(), tree.offset[columns].tolist(), strict=True))
         if (most := max(targets.values(), default=0)) > 1:
             return CheckResult(what, False, f"a token is a target {most} times")
@@ -116,10 +116,10 @@ def _own_samples(records: Sequence[CallRecord]) -> CheckResult:
 
 
 def _kinds(records: Sequence[CallRecord], expected: dict[str, set[int]]) -> CheckResult:
-    found = kinds(records)
-    names = {*found, *expected}
-    wrong = [name for name in sorted(names) if found.get(name, 0) not in expected.get(name, {0})]
-    shown = ", ".join(f"{count} {kind}" for kind, count in found.items())
+    leaves = kinds(records)
+    names = {*leaves, *expected}
+    wrong = [name for name in sorted(names) if leaves.get(name, 0) not in expected.get(name, {0})]
+    shown = ", ".join(f"{count} {kind}" for kind, count in leaves.items())
     if wrong:
         shown += "; expected " + ", ".join(f"{sorted(expected.get(name, {0}))} {name}" for name in wrong)
     return CheckResult("kinds", not wrong, shown)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -26,9 +25,9 @@ from temporalio.client import Client
 from infra.quota import left_over
 from infra.state.blobs import BlobStore
 from tests.bench.elastic import runs
-from tests.bench.elastic.history import StepCosts, Switches, costs_of, history_of, step_costs, switches
+from tests.bench.elastic.history import CellSwitches, StepCosts, costs_of, history_of, step_costs, switches
 from tests.bench.elastic.prediction import compared, pool_model, predicted_s, speed_law, trace_of
-from tests.bench.elastic.tasks import Shape, Step, draw_step, warm_up, write_tasks
+from tests.bench.elastic.tasks import StepShape, StepWork, draw_step, warm_up, write_tasks
 from workers.errors import UsageError
 from workers.stack.processes import quota_name
 from workflows import names
@@ -43,12 +42,12 @@ ENOUGH: Final = 5
 LONGEST_RUN_S: Final = 600.0
 
 
-class Plan(Contract):
+class ElasticBenchPlan(Contract):
     policies: tuple[str, ...] = ("predictive", "colocate", "async", "watermark")
     """`async` stands for every static split."""
     rounds: int = Field(default=5, ge=1)
     steps: int = Field(default=1, ge=1)
-    """Measured steps of a run; where steps overlap it takes several."""
+    """MeasuredRun steps of a run; where steps overlap it takes several."""
     staleness: int = Field(default=0, ge=0, le=2)
     cells: int = Field(default=3, ge=2)
     cell_cpu: float = Field(default=0.3, gt=0)
@@ -63,17 +62,17 @@ class Plan(Contract):
     seed: int = 0
     minutes: float = 40.0
     """No round is begun that would not end within this time."""
-    shape: Shape = Shape()
+    shape: StepShape = StepShape()
 
     def variants(self) -> list[str]:
         """Every policy that is measured: `async-N` trains on N cells."""
-        found: list[str] = []
+        variants: list[str] = []
         for policy in self.policies:
             if policy == "async":
-                found += [f"async-{split}" for split in range(1, self.cells)]
+                variants += [f"async-{split}" for split in range(1, self.cells)]
             else:
-                found.append(policy)
-        return found
+                variants.append(policy)
+        return variants
 
     def scheduler(self, variant: str) -> SchedulerConfig:
         policy, _, split = variant.partition("-")
@@ -98,8 +97,8 @@ SMALL: Final = {
 """A run of a minute or two that shows that every part works; its figures mean nothing."""
 
 
-class Bench:
-    def __init__(self, plan: Plan, policy: Path, home: Path, port_base: int | None, say: runs.Say) -> None:
+class ElasticBench:
+    def __init__(self, plan: ElasticBenchPlan, policy: Path, home: Path, port_base: int | None, say: runs.Say) -> None:
         self.plan, self.home, self.say = plan, home, say
         self.settings = runs.free_settings(
             home,
@@ -111,7 +110,7 @@ class Bench:
             harness_slots=plan.cells * plan.capacity,
             kv_tokens=131072,
         )
-        self.measured: list[runs.Measured] = []
+        self.measured: list[runs.MeasuredRun] = []
         self.used: dict[str, list[float]] = {}
         """Share of the cells' quota that was used, by policy and run."""
 
@@ -136,13 +135,13 @@ class Bench:
             random.Random(f"order/{plan.seed}/{number}").shuffle(order)
             tasks = self.home / "tasks" / str(number)
             steps = [draw_step(plan.shape, seed=plan.seed + number, step=step) for step in range(plan.steps)]
-            work: list[Step] = [warm_up(plan.shape), *steps]
+            work: list[StepWork] = [warm_up(plan.shape), *steps]
             write_tasks(tasks, {self._name(variant, number): work for variant in order})
             for variant in order:
-                await self._one(client, variant, number, tasks)
+                await self._run(client, variant, number, tasks)
             last_s = time.monotonic() - round_began
 
-    async def _one(self, client: Client, variant: str, number: int, tasks: Path) -> None:
+    async def _run(self, client: Client, variant: str, number: int, tasks: Path) -> None:
         plan, name = self.plan, self._name(variant, number)
         quotas = left_over(quota_name(self.settings))
         before, began = sum(quota.cpu_s() for quota in quotas), time.monotonic()
@@ -165,7 +164,7 @@ class Bench:
         lost = [result.step for result in results if result.valid < result.episodes]
         if lost:
             raise UsageError(f"run {name}: episodes of step {lost[0]} failed: gyre episodes {name}")
-        self.measured.append(runs.Measured(variant, number, name, seconds, results))
+        self.measured.append(runs.MeasuredRun(variant, number, name, seconds, results))
         self.say(f"round {number} {variant:<12} {', '.join(f'{s:.1f}' for s in seconds)} s")
 
     @staticmethod
@@ -180,36 +179,36 @@ class Bench:
         cells = [switches(history) for history in histories]
         source = "colocate" if "colocate" in plan.variants() else plan.variants()[0]
         costs: list[StepCosts] = []
-        rows = {variant: self._row(variant, cells) for variant in plan.variants()}
-        for one in self.measured:
-            costs += [await step_costs(client, one.run, result.step) for result in one.results]
+        rows = {variant: self._row(variant) for variant in plan.variants()}
+        for run in self.measured:
+            costs += [await step_costs(client, run.name, result.step) for result in run.results]
         return await asyncio.to_thread(self._compare, rows, costs, cells, source)
 
-    def _row(self, variant: str, cells: Sequence[Switches]) -> dict[str, Any]:
-        of = [one for one in self.measured if one.policy == variant]
-        seconds = [s for one in of for s in one.seconds]
+    def _row(self, variant: str) -> dict[str, Any]:
+        runs_of = [run for run in self.measured if run.policy == variant]
+        seconds = [s for run in runs_of for s in run.seconds]
         return {
             "step_s": seconds,
             "median_s": median(seconds) if seconds else None,
             "cpu_used_of_quota": self.used.get(variant, []),
-            "satellites": [len(result.satellites) for one in of for result in one.results],
-            "moved_calls": [result.moved_calls for one in of for result in one.results],
+            "satellites": [len(result.satellites) for run in runs_of for result in run.results],
+            "moved_calls": [result.moved_calls for run in runs_of for result in run.results],
             "running_at_first_switch": [
-                result.episodes_running_at_first_switch for one in of for result in one.results
+                result.episodes_running_at_first_switch for run in runs_of for result in run.results
             ],
         }
 
     def _compare(
-        self, rows: dict[str, dict[str, Any]], of_steps: list[StepCosts], cells: list[Switches], source: str
+        self, rows: dict[str, dict[str, Any]], of_steps: list[StepCosts], cells: list[CellSwitches], source: str
     ) -> dict[str, Any]:
         plan = self.plan
         costs = costs_of(of_steps, cells)
         blobs = BlobStore(self.settings.blobs)
         traces = self.home / "traces"
         traced = {
-            one.round: trace_of(blobs, one.run, traces / f"{one.run}.jsonl")
-            for one in self.measured
-            if one.policy == source
+            run.round: trace_of(blobs, run.name, traces / f"{run.name}.jsonl")
+            for run in self.measured
+            if run.policy == source
         }
         speed = speed_law(list(traced.values()), cells=plan.cells, capacity=plan.capacity)
         slots = self.settings.harness_slots
@@ -239,7 +238,7 @@ class Bench:
 
 
 def judged(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Speed-ups, and each limit with what was measured and whether it holds."""
+    """SpeedLaw-ups, and each limit with what was measured and whether it holds."""
     medians: dict[str, float] = {name: row["median_s"] for name, row in rows.items()}
     elastic = next((name for name in ELASTIC if name in medians), "")
     splits = {name: seconds for name, seconds in medians.items() if name.startswith("async-")}
@@ -266,7 +265,7 @@ def judged(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "best_async": best,
         "speedup": speedups,
         "limits": limits,
-        "holds": all(one["holds"] for one in limits),
+        "holds": all(limit["holds"] for limit in limits),
     }
 
 
@@ -279,8 +278,8 @@ def show_result(result: dict[str, Any], console: Console) -> None:
             highlight=False,
         )
     for name, over in result["speedup"].items():
-        said = ", ".join(f"{faster:.2f}× over {other}" for other, faster in over.items())
-        console.print(f"{name}: {said}", highlight=False)
+        speedups = ", ".join(f"{faster:.2f}× over {other}" for other, faster in over.items())
+        console.print(f"{name}: {speedups}", highlight=False)
     for limit in result["limits"]:
         mark = "[green]holds[/]" if limit["holds"] else "[red]fails[/]"
         console.print(f"{mark} {limit['limit']}: {limit['value']:.3f}", highlight=False)

@@ -19,7 +19,7 @@ from workflows import names
 
 
 @dataclass
-class Activity:
+class CompletedActivity:
     """One that has completed. Times are Unix seconds."""
 
     name: str
@@ -29,48 +29,53 @@ class Activity:
     completed: float = 0.0
     result: Any = None
 
+    @property
+    def seconds(self) -> float:
+        """From the order to the answer."""
+        return self.completed - self.scheduled
+
 
 @dataclass
-class History:
+class WorkflowHistory:
     """A workflow's, in order of time."""
 
     began: float
     ended: float = 0.0
-    activities: list[Activity] = field(default_factory=list)
+    activities: list[CompletedActivity] = field(default_factory=list)
     """By completion."""
     children: list[tuple[float, Any]] = field(default_factory=list)
     """When each child completed, and its result."""
     signals: list[tuple[float, str]] = field(default_factory=list)
 
-    def of(self, name: str) -> list[Activity]:
-        return [one for one in self.activities if one.name == name]
+    def of(self, name: str) -> list[CompletedActivity]:
+        return [activity for activity in self.activities if activity.name == name]
 
 
-async def history_of(client: Client, workflow: str) -> History:
+async def history_of(client: Client, workflow: str) -> WorkflowHistory:
     """Of the newest run of a workflow."""
     fetched = await client.get_workflow_handle(workflow).fetch_history()
-    found = History(began=fetched.events[0].event_time.ToDatetime().timestamp())
-    open_: dict[int, Activity] = {}
+    history = WorkflowHistory(began=fetched.events[0].event_time.ToDatetime().timestamp())
+    open_: dict[int, CompletedActivity] = {}
     for event in fetched.events:
         at = event.event_time.ToDatetime().timestamp()
-        found.ended = at
+        history.ended = at
         kind = event.WhichOneof("attributes")
         if kind == "activity_task_scheduled_event_attributes":
             scheduled = event.activity_task_scheduled_event_attributes
-            open_[event.event_id] = Activity(scheduled.activity_type.name, at, _value(scheduled.input))
+            open_[event.event_id] = CompletedActivity(scheduled.activity_type.name, at, _value(scheduled.input))
         elif kind == "activity_task_started_event_attributes":
             open_[event.activity_task_started_event_attributes.scheduled_event_id].started = at
         elif kind == "activity_task_completed_event_attributes":
             completed = event.activity_task_completed_event_attributes
-            one = open_.pop(completed.scheduled_event_id)
-            one.completed, one.result = at, _value(completed.result)
-            found.activities.append(one)
+            activity = open_.pop(completed.scheduled_event_id)
+            activity.completed, activity.result = at, _value(completed.result)
+            history.activities.append(activity)
         elif kind == "child_workflow_execution_completed_event_attributes":
             child = event.child_workflow_execution_completed_event_attributes
-            found.children.append((at, _value(child.result)))
+            history.children.append((at, _value(child.result)))
         elif kind == "workflow_execution_signaled_event_attributes":
-            found.signals.append((at, event.workflow_execution_signaled_event_attributes.signal_name))
-    return found
+            history.signals.append((at, event.workflow_execution_signaled_event_attributes.signal_name))
+    return history
 
 
 def _value(payloads: Payloads) -> Any:
@@ -79,7 +84,7 @@ def _value(payloads: Payloads) -> Any:
     return json.loads(data) if data else None  # a null has no data
 
 
-class Change(NamedTuple):
+class CellChange(NamedTuple):
     """Of a cell: when it was there (Unix seconds), and how long that took since the order."""
 
     at: float
@@ -87,14 +92,14 @@ class Change(NamedTuple):
 
 
 @dataclass
-class Switches:
+class CellSwitches:
     """Every change of a cell."""
 
-    out: list[Change] = field(default_factory=list)
+    out: list[CellChange] = field(default_factory=list)
     """Rollout to training."""
-    back: list[Change] = field(default_factory=list)
+    back: list[CellChange] = field(default_factory=list)
     """Training to rollout."""
-    publish: list[Change] = field(default_factory=list)
+    publish: list[CellChange] = field(default_factory=list)
     """Another version in the same role."""
 
     def between(self, start: float, end: float) -> int:
@@ -102,22 +107,22 @@ class Switches:
         return sum(start < change.at <= end for change in (*self.out, *self.back))
 
 
-def switches(history: History) -> Switches:
+def switches(history: WorkflowHistory) -> CellSwitches:
     """Of a cell's history. What a run begins with is no switch: the cell was idle."""
-    found, role, run, began = Switches(), "", "", 0.0
-    for one in history.activities:
-        if one.name == "drain_cell":
-            began = one.scheduled
-        elif one.name in ("prepare_training", "serve_rollout") and began:
-            of_run = one.given["desired"]["context"]["run"]
-            change = Change(one.completed, one.completed - began)
+    changes, role, run, began = CellSwitches(), "", "", 0.0
+    for activity in history.activities:
+        if activity.name == "drain_cell":
+            began = activity.scheduled
+        elif activity.name in ("prepare_training", "serve_rollout") and began:
+            of_run = activity.given["desired"]["context"]["run"]
+            change = CellChange(activity.completed, activity.completed - began)
             if run == of_run:
-                if role == one.name:
-                    found.publish.append(change)
+                if role == activity.name:
+                    changes.publish.append(change)
                 else:
-                    (found.out if one.name == "prepare_training" else found.back).append(change)
-            role, run, began = one.name, of_run, 0.0
-    return found
+                    (changes.out if activity.name == "prepare_training" else changes.back).append(change)
+            role, run, began = activity.name, of_run, 0.0
+    return changes
 
 
 @dataclass
@@ -143,22 +148,22 @@ class StepCosts:
 async def step_costs(client: Client, run: str, step: int) -> StepCosts:
     history = await history_of(client, names.step_id(run, step))
     tokens = {m["ref"]: int(m["tokens"]) for _, group in history.children for m in group["micro_steps"]}
+    trainings, finish = history.of("train_micro_steps"), history.of("finish_step")[-1]
     claims = [
-        (sum(tokens[ref] for ref in one.given["micro_steps"]), one.result["seconds"], one.completed - one.scheduled)
-        for one in history.of("train_micro_steps")
+        (sum(tokens[ref] for ref in training.given["micro_steps"]), training.result["seconds"], training.seconds)
+        for training in trainings
     ]
-    gathers = [one.completed - one.scheduled for one in history.of("offer_gradients")]
-    finish = history.of("finish_step")[-1]
-    trained = max((one.completed for one in history.of("train_micro_steps")), default=finish.scheduled)
+    gathers = [gather.seconds for gather in history.of("offer_gradients")]
+    trained = max((training.completed for training in trainings), default=finish.scheduled)
     last = max(trained, max((at for at, _ in history.children), default=trained))
     first, graded, around = [], [], []
     for group in range(len(history.children)):
         of_group = await history_of(client, names.group_id(run, step, group))
         episodes = of_group.of("run_episode")
-        first.append(min(one.started for one in episodes))
+        first.append(min(activity.started for activity in episodes))
         done = of_group.of("process_group")[-1]
-        graded.append(done.completed - max(one.completed for one in episodes))
-        around += [one.completed - one.started - one.result["wall_s"] for one in episodes]
+        graded.append(done.completed - max(activity.completed for activity in episodes))
+        around += [activity.completed - activity.started - activity.result["wall_s"] for activity in episodes]
     return StepCosts(
         open_s=min(first) - history.began,
         update_s=finish.completed - last - sum(gathers),
@@ -171,7 +176,7 @@ async def step_costs(client: Client, run: str, step: int) -> StepCosts:
 
 
 @dataclass
-class Costs:
+class MeasuredCosts:
     """What a simulation is to be told, in the median over what was measured. Seconds, and tokens per second."""
 
     switch_out_s: float
@@ -187,9 +192,9 @@ class Costs:
     micro_step_tokens: int
 
 
-def costs_of(steps: Sequence[StepCosts], cells: Sequence[Switches]) -> Costs:
+def costs_of(steps: Sequence[StepCosts], cells: Sequence[CellSwitches]) -> MeasuredCosts:
     claims = [claim for step in steps for claim in step.claims]
-    return Costs(
+    return MeasuredCosts(
         switch_out_s=_median(c.seconds for cell in cells for c in cell.out),
         switch_in_s=_median(c.seconds for cell in cells for c in cell.back),
         publish_s=_median(c.seconds for cell in cells for c in cell.publish),
@@ -205,5 +210,5 @@ def costs_of(steps: Sequence[StepCosts], cells: Sequence[Switches]) -> Costs:
 
 
 def _median(values: Iterator[float]) -> float:
-    found = list(values)
-    return max(0.0, median(found)) if found else 0.0
+    known = list(values)
+    return max(0.0, median(known)) if known else 0.0

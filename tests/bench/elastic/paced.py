@@ -28,12 +28,12 @@ PLAN_FILE = "plan.json"
 REWARD_FILE = "reward.txt"
 
 
-def words(said: list[str], count: int, seed: int) -> str:
-    """``count`` of the words ``said``, drawn by a small generator (constants: Knuth, MMIX)."""
+def words(known: list[str], count: int, seed: int) -> str:
+    """``count`` of the words ``known``, drawn by a small generator (constants: Knuth, MMIX)."""
     drawn, state = [], seed
     for _ in range(count):
         state = (state * 6364136223846793005 + 1442695040888963407) % (1 << 64)
-        drawn.append(said[(state >> 33) % len(said)])
+        drawn.append(known[(state >> 33) % len(known)])
     return " ".join(drawn)
 
 
@@ -48,10 +48,10 @@ def run(server: mini.Server, model: str, plan: dict[str, Any], turns: list[tuple
             text = "done"
         if not calls:
             messages.append({"role": "user", "content": text})
-        said = server.complete({"model": model, "messages": messages, "max_tokens": tokens})
-        calls = said.get("tool_calls") or []
-        known = ("role", "content", "reasoning_content", "tool_calls")
-        messages.append({key: said[key] for key in known if key in said})
+        message = server.complete({"model": model, "messages": messages, "max_tokens": tokens})
+        calls = message.get("tool_calls") or []
+        fields = ("role", "content", "reasoning_content", "tool_calls")
+        messages.append({key: message[key] for key in fields if key in message})
         time.sleep(tool_s)
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from activities.trajectories import unpack_records
 from infra.state.blobs import BlobStore
-from tests.bench.elastic.history import Costs
+from tests.bench.elastic.history import MeasuredCosts
 from trajectory.records import decode_chain
 from workers.records.episodes import sealed_episodes
 from workers.simulate.trace import TracedEpisode, export_trace, read_trace, steps_of
@@ -26,38 +26,38 @@ from workflows.simulation.simulator import Simulation
 from workflows.simulation.workload import PoolModel
 
 
-class Call(NamedTuple):
+class TracedCall(NamedTuple):
     at: float
     """Unix seconds at which it came."""
     seconds: float
     """Until its answer, without what the proxy held it for."""
 
 
-class Traced(NamedTuple):
+class TracedRun(NamedTuple):
     """A run whose trace is simulated."""
 
     episodes: list[TracedEpisode]
-    calls: list[Call]
+    calls: list[TracedCall]
 
 
-def trace_of(blobs: BlobStore, run: str, file: Path) -> Traced:
+def trace_of(blobs: BlobStore, run: str, file: Path) -> TracedRun:
     seals = sealed_episodes(blobs, run, None)
     export_trace(blobs, run, seals, file)
     calls = []
     for seal in seals:
         records = decode_chain(unpack_records(blobs.get(seal["records_ref"]))) if seal["records_ref"] else []
-        calls += [Call(record.started_at, record.active_s) for record in records]
-    return Traced(read_trace(file), calls)
+        calls += [TracedCall(record.started_at, record.active_s) for record in records]
+    return TracedRun(read_trace(file), calls)
 
 
-class Speed(NamedTuple):
+class SpeedLaw(NamedTuple):
     """How company slows episodes (``PoolModel.speed``)."""
 
     solo_speedup: float
     tool_share: float
 
 
-def speed_law(traced: Sequence[Traced], *, cells: int, capacity: int) -> Speed:
+def speed_law(traced: Sequence[TracedRun], *, cells: int, capacity: int) -> SpeedLaw:
     """From calls' seconds against the calls that a cell answered meanwhile, by least squares, and from tool time.
 
     A cell answers fewer calls at once than it has episodes: the others are at their tools, the more the faster it is.
@@ -67,7 +67,7 @@ def speed_law(traced: Sequence[Traced], *, cells: int, capacity: int) -> Speed:
         points += [(others / cells, call.seconds) for call, others in zip(run.calls, at_once(run.calls), strict=True)]
         tool_s += sum(episode.active_s for episode in run.episodes) - sum(call.seconds for call in run.calls)
     if not points:
-        return Speed(1.0, 0.0)
+        return SpeedLaw(1.0, 0.0)
     tools = max(0.0, tool_s / len(points))
     x_mean, y_mean = mean(x for x, _ in points), mean(y for _, y in points)
     spread = sum((x - x_mean) ** 2 for x, _ in points)
@@ -78,10 +78,10 @@ def speed_law(traced: Sequence[Traced], *, cells: int, capacity: int) -> Speed:
     half = (alone + slope * capacity - tools) / 2
     calls = half + math.sqrt(half * half + alone * tools)
     whole = tools + calls
-    return Speed(max(1.0, whole / max(1e-6, tools + alone)), tools / whole if whole else 0.0)
+    return SpeedLaw(max(1.0, whole / max(1e-6, tools + alone)), tools / whole if whole else 0.0)
 
 
-def at_once(calls: Sequence[Call]) -> list[float]:
+def at_once(calls: Sequence[TracedCall]) -> list[float]:
     """How many calls, itself among them, were being answered on average while each was."""
     points = sorted([(call.at, 1) for call in calls] + [(call.at + call.seconds, -1) for call in calls])
     times, areas, running = [points[0][0] if points else 0.0], [0.0], 0
@@ -102,11 +102,11 @@ def at_once(calls: Sequence[Call]) -> list[float]:
     ]
 
 
-def pool_model(costs: Costs, speed: Speed, *, cells: int, capacity: int, slots: int) -> PoolModel:
+def pool_model(costs: MeasuredCosts, speed: SpeedLaw, *, cells: int, capacity: int, slots: int) -> PoolModel:
     return PoolModel(cells=cells, capacity=capacity, slots=slots, poll_s=0.1, **speed._asdict(), **asdict(costs))
 
 
-def predicted_s(run: Traced, pool: PoolModel, scheduler: SchedulerConfig, staleness: int) -> list[float]:
+def predicted_s(run: TracedRun, pool: PoolModel, scheduler: SchedulerConfig, staleness: int) -> list[float]:
     """Seconds of each step after the warm-up, as the benchmark measures them."""
     # The trace's seconds are the harness's own; what surrounds them is start-up, which the pool counts.
     started = [

@@ -48,12 +48,12 @@ BEGUN_S: Final = 5.0
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredRun:
     """What became of a run's measured steps."""
 
     policy: str
     round: int
-    run: str
+    name: str
     seconds: list[float]
     """Of each step: from its opening to its end."""
     results: list[StepResult]

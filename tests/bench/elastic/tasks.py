@@ -28,7 +28,7 @@ VERIFIER: Final = "#!/bin/sh\ncat /workspace/reward.txt > /logs/verifier/reward.
 SETTINGS: Final = 'schema_version = "1.3"\n[verifier]\ntimeout_sec = 60\n'
 
 
-class Shape(Contract):
+class StepShape(Contract):
     """A step's episodes."""
 
     groups: int = 12
@@ -60,10 +60,10 @@ class PacedEpisode:
     seed: int
 
 
-Step = list[list[PacedEpisode]]
+StepWork = list[list[PacedEpisode]]
 
 
-def draw_step(shape: Shape, *, seed: int, step: int = 0) -> Step:
+def draw_step(shape: StepShape, *, seed: int, step: int = 0) -> StepWork:
     """One step. The tasks and their levels are the seed's; episodes also depend on the step."""
     of_tasks = random.Random(f"tasks/{seed}")
     # Quantiles in a drawn order: each seed's step is as long as another's, and only the order differs.
@@ -87,19 +87,19 @@ def draw_step(shape: Shape, *, seed: int, step: int = 0) -> Step:
     return drawn
 
 
-def warm_up(shape: Shape) -> Step:
+def warm_up(shape: StepShape) -> StepWork:
     """One group of short episodes: afterwards every cell is where a step leaves it."""
     draws = random.Random("warm-up")
     short = shape.model_copy(update={"tool_s": min(0.5, shape.tool_s)})
     return [[_episode(short, 0.34, index, draws) for index in range(shape.group_size)]]
 
 
-def _episode(shape: Shape, length: float, index: int, draws: random.Random) -> PacedEpisode:
+def _episode(shape: StepShape, length: float, index: int, draws: random.Random) -> PacedEpisode:
     more = min(length, shape.tail_turns) if length > 2 else length
     turns = max(2, round(shape.turns * more))
     tool_s = shape.tool_s * shape.turns * length / turns
     drawn = [draws.uniform(0.7, 1.3) for _ in range(turns)]
-    pauses = [tool_s * turns * one / sum(drawn) for one in drawn]
+    pauses = [tool_s * turns * share / sum(drawn) for share in drawn]
     # A longer episode's tool time makes up for what its turns don't: the length is that of the whole.
     made = tuple((round(shape.words * draws.uniform(0.85, 1.15)), shape.max_tokens, round(s, 3)) for s in pauses)
     reward = (index + 0.5) / shape.group_size
@@ -116,7 +116,7 @@ def session_of(run: str, step: int, group: int, index: int) -> str:
     return str(uuid.uuid5(uuid.NAMESPACE_URL, f"gyre:{names.episode_name(run, step, group, index)}"))
 
 
-def write_tasks(folder: Path, runs: Mapping[str, list[Step]]) -> None:
+def write_tasks(folder: Path, runs: Mapping[str, list[StepWork]]) -> None:
     """Write a set of tasks in which the episodes of each run's steps, by position, find what they are to do.
 
     Task g is that of group g of every step.
