@@ -66,10 +66,9 @@ class DrainActivities:
         try:
             await set_route(self._redis, closed)
             async with beating(detail=f"calls may end for {drain.drain_s:.0f} s"):
-                done = await wait_acknowledged(self._redis, closed, drain.deadline_s)
+                return await wait_acknowledged(self._redis, closed, drain.deadline_s)
         except RouteOvertaken as error:
             raise obsolete(error) from error
-        return DrainResult(**vars(done))
 
 
 class CellActivities:

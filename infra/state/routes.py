@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
 
 from redis.asyncio import Redis
 
 from infra.state import keys
 from infra.state.keys import Drained, Route
 from infra.state.redis import text
+from workflows.contracts.orders import DrainResult
 
 POLL_S = (0.02, 0.2)
 """Acknowledgements are looked for this often at first, and this seldom in a long wait."""
@@ -39,19 +39,6 @@ class DrainTimeout(RuntimeError):
     """A live proxy still has requests on a closed route."""
 
 
-@dataclass(frozen=True)
-class Acknowledged:
-    acknowledged: int
-    """Proxies that said they have no request left."""
-    expired: int
-    """Proxies whose lease ran out instead; nothing is known of their requests."""
-    seconds: float
-    ended: int = 0
-    """Requests that were over before they would have been aborted."""
-    moved: int = 0
-    """Requests that were aborted."""
-
-
 async def set_route(redis: Redis, route: Route) -> None:
     """Write a route and tell every proxy. Raises RouteOvertaken when the table holds a newer epoch."""
     newer = await redis.eval(
@@ -72,7 +59,7 @@ async def all_routes(redis: Redis) -> dict[str, Route]:
     return {route.cell: route for route in sorted(routes, key=lambda route: route.cell)}
 
 
-async def wait_acknowledged(redis: Redis, route: Route, deadline_s: float) -> Acknowledged:
+async def wait_acknowledged(redis: Redis, route: Route, deadline_s: float) -> DrainResult:
     """Wait until every proxy has said that no request is left on a closed route, or its lease has run out.
 
     Raises DrainTimeout ``deadline_s`` seconds after the route's ``drain_s`` are over, and RouteOvertaken as soon as a
@@ -96,7 +83,7 @@ async def wait_acknowledged(redis: Redis, route: Route, deadline_s: float) -> Ac
             if silent:
                 await redis.srem(keys.PROXIES, *silent)
             counts = [Drained.model_validate_json(data) for proxy, data in drains.items() if text(proxy) in done]
-            return Acknowledged(
+            return DrainResult(
                 acknowledged=len(proxies) - len(silent),
                 expired=len(silent),
                 seconds=passed,
