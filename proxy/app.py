@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, MutableMapping
 from contextlib import asynccontextmanager
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import orjson
 from fastapi import FastAPI
@@ -20,7 +21,7 @@ from starlette.routing import Route
 
 from proxy import auth
 from proxy.calls.episodes import Attempt, Connection
-from proxy.calls.gateway import Gateway
+from proxy.calls.gateway import Gateway, Read
 from proxy.conversation.requests import ModelRequest, Turn
 from proxy.dialects import anthropic, openai_chat
 from proxy.dialects.dialect import Dialect
@@ -31,6 +32,8 @@ from proxy.errors import BodyTooLarge, GatewayError, NoCell, Unavailable, Unknow
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Parse = Callable[[bytes, Mapping[bytes, bytes]], ModelRequest]
+Answer = TypeVar("Answer")
 
 MODEL = "gyre-policy"
 _JSON = (b"content-type", b"application/json")
@@ -73,8 +76,9 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.add_exception_handler(405, unknown)
     for dialect in DIALECTS:
         for path in dialect.PATHS:
-            app.router.routes.append(Route(path, Model(dialect, gateway), methods=["POST"]))
-    app.router.routes.append(Route(anthropic.COUNT_PATH, CountTokens(gateway), methods=["POST"]))
+            app.router.routes.append(Route(path, Model(dialect, dialect.parse, gateway), methods=["POST"]))
+    count_tokens = CountTokens(anthropic, anthropic.parse_count, gateway)
+    app.router.routes.append(Route(anthropic.COUNT_PATH, count_tokens, methods=["POST"]))
     app.add_route("/v1/models", models, methods=["GET"])
     app.add_route("/api/hello", hello, methods=["GET", "HEAD"])
     app.add_route("/openapi.json", document, methods=["GET"])
@@ -82,40 +86,47 @@ def create_app(gateway: Gateway) -> FastAPI:
     return app
 
 
-class Model:
-    """ASGI endpoint of one dialect's calls."""
+class Endpoint:
+    """ASGI endpoint of one dialect's requests, which ``parse`` reads."""
 
-    def __init__(self, dialect: Dialect, gateway: Gateway) -> None:
-        self._dialect = dialect
-        self._gateway = gateway
-        self._limits = gateway.limits
+    def __init__(self, dialect: Dialect, parse: Parse, gateway: Gateway) -> None:
+        self._dialect, self._parse, self._gateway, self._limits = dialect, parse, gateway, gateway.limits
+
+    async def _asked(
+        self, scope: Scope, receive: Receive, send: Send, ask: Callable[[str, Read], Awaitable[Answer]]
+    ) -> Answer | None:
+        """What the gateway says to a request; None when it was refused, or its client has gone."""
+        headers = dict(scope["headers"])
+
+        async def read() -> ModelRequest:
+            return self._parse(await read_body(headers, receive, self._limits.body_bytes), headers)
+
+        try:
+            return await ask(auth.api_key(scope["headers"]), read)
+        except ClientGone:
+            pass
+        except GatewayError as fault:
+            await _refuse(self._dialect, send, fault)
+        return None
+
+
+class Model(Endpoint):
+    """Calls."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection = scope.get("state", {}).get("connection") or Connection()
-        try:
-            headers = dict(scope["headers"])
-            secret = auth.api_key(scope["headers"])
-            await self._gateway.check(secret)
-            request = self._dialect.parse(await read_body(headers, receive, self._limits.body_bytes), headers)
-            attempt = await self._gateway.call(secret, request, connection)
-        except ClientGone:
+        asked = await self._asked(scope, receive, send, partial(self._gateway.call, connection=connection))
+        if asked is None:
             return
-        except GatewayError as fault:
-            await _refuse(self._dialect, send, fault)
-            return
-        attempt.waiting += 1
+        request, attempt = asked
         gone = asyncio.get_running_loop().create_task(_disconnected(receive))
+        delivered = False
         try:
             answer = self._stream if request.stream and attempt.early_stream else self._answer
             delivered = await answer(request, attempt, gone, send)
         finally:
             gone.cancel()
-            attempt.waiting -= 1
-            self._gateway.left(attempt)
-        if delivered:
-            attempt.deliveries += 1
-        else:
-            attempt.connections.discard(connection)  # it may be kept alive, but it got nothing
+            self._gateway.answered(attempt, connection, delivered=delivered)
 
     async def _answer(self, request: ModelRequest, attempt: Attempt, gone: asyncio.Task[None], send: Send) -> bool:
         """Wait and answer, with one message; returns whether the turn was delivered."""
@@ -131,7 +142,7 @@ class Model:
             await _refuse(self._dialect, send, fault)
             return False
         if request.stream:
-            body = self._dialect.stream_start(request, attempt.opening) + self._dialect.stream_turn(request, turn)
+            body = self._dialect.stream_start(request, attempt.head) + self._dialect.stream_turn(request, turn)
             await send({"type": "http.response.start", "status": 200, "headers": _STREAM})
             await send({"type": "http.response.body", "body": body})
         else:
@@ -141,7 +152,7 @@ class Model:
     async def _stream(self, request: ModelRequest, attempt: Attempt, gone: asyncio.Task[None], send: Send) -> bool:
         """Open, wait with pings, and send the finished turn; returns whether it was delivered."""
         await send({"type": "http.response.start", "status": 200, "headers": _STREAM})
-        await _part(send, self._dialect.stream_start(request, attempt.opening))
+        await _part(send, self._dialect.stream_start(request, attempt.head))
         while not attempt.turn.done() and not gone.done():
             await _either(attempt.turn, gone, self._limits.ping_s)
             if not attempt.turn.done() and not gone.done():
@@ -156,25 +167,13 @@ class Model:
         return delivered
 
 
-class CountTokens:
-    """ASGI endpoint of POST /v1/messages/count_tokens: what a request would cost. Nothing is recorded."""
-
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
+class CountTokens(Endpoint):
+    """POST /v1/messages/count_tokens: what a request would cost. Nothing is recorded."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            headers = dict(scope["headers"])
-            secret = auth.api_key(scope["headers"])
-            await self._gateway.check(secret)
-            body = await read_body(headers, receive, self._gateway.limits.body_bytes)
-            count = await self._gateway.count_tokens(secret, anthropic.parse_count(body, headers))
-        except ClientGone:
-            return
-        except GatewayError as fault:
-            await _refuse(anthropic, send, fault)
-            return
-        await _respond(send, 200, anthropic.count_tokens(count))
+        count = await self._asked(scope, receive, send, self._gateway.count_tokens)
+        if count is not None:
+            await _respond(send, 200, anthropic.count_tokens(count))
 
 
 async def read_body(headers: Mapping[bytes, bytes], receive: Receive, limit: int) -> bytes:
@@ -210,7 +209,7 @@ async def _disconnected(receive: Receive) -> None:
 
 async def _refuse(dialect: Dialect, send: Send, fault: GatewayError) -> None:
     headers = [(b"retry-after", str(fault.retry_after).encode())] if isinstance(fault, Unavailable) else []
-    await _respond(send, dialect.status(fault), dialect.error(fault), headers)
+    await _respond(send, fault.status, dialect.error(fault), headers)
 
 
 async def _part(send: Send, body: bytes) -> None:

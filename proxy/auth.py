@@ -6,7 +6,6 @@ Everything refused here is a 400, never a 401: harnesses retry a 401 for minutes
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from pydantic import ValidationError
 from redis.asyncio import Redis
@@ -15,15 +14,6 @@ from infra.state import keys
 from proxy.errors import KeyRefused
 
 _REMEMBERED = 4096
-
-
-@dataclass(frozen=True)
-class Admission:
-    key: keys.EpisodeKey
-    calls: int
-    """Recorded calls of the episode."""
-    left: bytes | None
-    """What ``keys.left_calls`` holds for the request."""
 
 
 def api_key(headers: Iterable[tuple[bytes, bytes]]) -> str:
@@ -43,8 +33,9 @@ class Keyring:
         self._redis = redis
         self._read: dict[str, tuple[bytes | str, keys.EpisodeKey]] = {}
 
-    async def admit(self, secret: str, name: bytes) -> Admission:
-        """``name``: of the request. Raises KeyRefused for an unknown, revoked or outdated key."""
+    async def admit(self, secret: str, name: bytes) -> tuple[keys.EpisodeKey, int, bytes | None]:
+        """What the key stands for, the number of recorded calls of its episode, and what ``keys.left_calls`` holds for
+        the request ``name``. Raises KeyRefused for an unknown, revoked or outdated key."""
         known = await self.known(secret)
         episode = known[1].episode
         pipeline = self._redis.pipeline(transaction=False)
@@ -56,7 +47,7 @@ class Keyring:
         key = known[1] if data == known[0] else self._remember(secret, data)[1]
         if key.episode != episode or (generation is not None and key.generation < int(generation)):
             raise KeyRefused("it belongs to an older generation of its episode")
-        return Admission(key, int(calls), left)
+        return key, int(calls), left
 
     async def known(self, secret: str) -> tuple[bytes | str, keys.EpisodeKey]:
         """What the key stood for when it was first seen. Raises KeyRefused for one that never was valid."""

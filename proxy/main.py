@@ -30,7 +30,7 @@ from infra.state.keys import Route
 from infra.state.redis import redis_client
 from proxy.app import create_app
 from proxy.calls.gateway import Gateway
-from proxy.calls.moved_prefixes import Kv
+from proxy.calls.moved_prefixes import PolicyKv
 from proxy.limits import Limits
 from proxy.prefork import Family, inherited, module_command
 from proxy.routing.engine import Engine
@@ -66,13 +66,13 @@ def model_vocabulary(policy: Path, renderer: Renderer) -> int:
     return max(renderer.vocab_size, int(size or 0))
 
 
-def policy_kv(policy: Path, settings: Settings) -> Kv:
+def policy_kv(policy: Path, settings: Settings) -> PolicyKv:
     """What is known of a policy's KV; nothing of a folder that holds a tokenizer only."""
     if not (policy / "config.json").exists():
-        return Kv()
+        return PolicyKv()
     config, store = read_config(policy), settings.kv_store
     arrival = None if store is None else Arrival(store.http, namespace(config))
-    return Kv(bytes_per_token(config), arrival)
+    return PolicyKv(bytes_per_token(config), arrival)
 
 
 def build_gateway(
@@ -81,7 +81,7 @@ def build_gateway(
     *,
     vocab_size: int | None = None,
     limits: Limits | None = None,
-    kv: Kv | None = None,
+    kv: PolicyKv | None = None,
 ) -> Gateway:
     """A gateway to SGLang engines, with an id of its own. ``vocab_size``: of the model, if not the tokenizer's."""
     limits = limits or Limits()

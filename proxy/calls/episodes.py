@@ -12,14 +12,15 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from infra.chat.messages import Message
 from proxy.calls.recorder import Recorder
-from proxy.conversation.ledger import Ledger, Node
-from proxy.conversation.lineage import Lineage
-from proxy.conversation.requests import Opening, Turn
-from proxy.conversation.turn_notes import TurnNote, decode, message_of
+from proxy.conversation.ledger import Ledger
+from proxy.conversation.requests import Turn
+from proxy.conversation.stored_turns import decode, message_of
+from proxy.conversation.tree import Node
 from proxy.errors import RecordsLost
 from trajectory import records
+
+POLL_S = 0.2
 
 
 @dataclass(eq=False)
@@ -31,12 +32,14 @@ class Connection:
 
 @dataclass(eq=False)
 class Attempt:
-    """One call from its arrival to its acknowledgement: being sampled, or recorded and not yet used."""
+    """One call for those who wait for it, from its arrival to its acknowledgement: being sampled, or recorded and not
+    yet used."""
 
     rid: str
     generation: int
     """Of the key that asked for it; an unrecorded call of an older generation will never be recorded."""
-    opening: Opening
+    head: Turn
+    """The turn as far as it is known before it is sampled."""
     turn: asyncio.Future[Turn]
     connections: set[Connection] = field(default_factory=set)
     """Connections that wait for it or got it."""
@@ -72,13 +75,13 @@ class Attempt:
 class Episode:
     name: str
     ledger: Ledger
-    lineage: Lineage = field(default_factory=Lineage)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while records are read or appended; never while a turn is sampled."""
     tail: str = records.FIRST_HASH
     cells: list[str] = field(default_factory=list)
     """The cell that finished each call."""
     attempts: dict[bytes, list[Attempt]] = field(default_factory=dict)
+    """By ``ModelRequest.name``."""
     lost: Counter[bytes] = field(default_factory=Counter)
     """Request digest -> generations of it that died with a proxy, unrecorded."""
     swept: bool = False
@@ -86,27 +89,30 @@ class Episode:
     running: int = 0
     used_at: float = field(default_factory=time.monotonic)
 
-    def repeated(self, key: bytes, generation: int) -> Attempt | None:
+    def remember(self, name: bytes, attempt: Attempt) -> None:
+        self.attempts.setdefault(name, []).append(attempt)
+
+    def repeated(self, name: bytes, generation: int) -> Attempt | None:
         """The call that a re-sent request joins or gets replayed, if any; the latest if there are several."""
-        for attempt in reversed(self.attempts.get(key, [])):
+        for attempt in reversed(self.attempts.get(name, [])):
             if attempt.repeatable and (attempt.node is not None or attempt.generation == generation):
                 return attempt
         return None
 
-    def offered(self, key: bytes) -> Attempt | None:
+    def offered(self, name: bytes) -> Attempt | None:
         """A recorded turn of another proxy that nobody here has got yet."""
-        found = [attempt for attempt in self.attempts.get(key, []) if attempt.generation < 0 and attempt.repeatable]
-        return found[-1] if found else None
+        offers = [attempt for attempt in self.attempts.get(name, []) if attempt.generation < 0 and attempt.repeatable]
+        return offers[-1] if offers else None
 
     def forget_acknowledged(self) -> None:
-        for key, attempts in list(self.attempts.items()):
+        for name, attempts in list(self.attempts.items()):
             attempts[:] = [attempt for attempt in attempts if not attempt.acknowledged]
             if not attempts:
-                del self.attempts[key]
+                del self.attempts[name]
 
-    def forget(self, key: bytes, attempt: Attempt) -> None:
+    def forget(self, name: bytes, attempt: Attempt) -> None:
         """A call failed: the same request is a new call."""
-        attempts = self.attempts.get(key, [])
+        attempts = self.attempts.get(name, [])
         if attempt in attempts:
             attempts.remove(attempt)
 
@@ -127,9 +133,6 @@ class Episodes:
             await self.refresh(episode)
         return episode
 
-    def loaded(self) -> list[Episode]:
-        return list(self._known.values())
-
     async def refresh(self, episode: Episode) -> None:
         """Read what other proxies have appended. Raises RecordsLost, RecordError."""
         async with episode.lock:  # appends of this process are in it: a number read before may be outdated by now
@@ -140,32 +143,47 @@ class Episodes:
                 await self.catch_up(episode)
 
     async def catch_up(self, episode: Episode) -> list[Attempt]:
-        """Read what has been appended since; the caller holds the lock. Returns the calls read."""
-        start = len(episode.ledger.turns)
-        found = []
-        for position, (data, noted) in enumerate(await self._recorder.read(episode.name, start)):
+        """Read what has been appended since; the caller holds the lock. Returns the calls read, each kept for a
+        request that is sent again: nobody here has delivered its turn."""
+        start, read = len(episode.ledger.turns), []
+        for position, (data, stored_data) in enumerate(await self._recorder.read(episode.name, start)):
             record = records.decode(data)
-            if record.seq != start + position or record.prev != episode.tail or noted is None:
+            if record.seq != start + position or record.prev != episode.tail or stored_data is None:
                 raise RecordsLost(f"record {start + position} of {episode.name} is missing or out of order")
-            note = decode(noted)
-            node, added = episode.ledger.restore(record, note)
+            stored = decode(stored_data)
+            node = episode.ledger.restore(record, stored)
             episode.tail = records.record_hash(data)
             episode.cells.append(record.cells[-1])
-            message = message_of(note.message)
-            episode.lineage.observe(record, added, message, note.name)
-            found.append(self._offer(episode, record, note, node, message))
+            output, message = len(record.output_ids), message_of(stored.message)
+            created, prompt = int(record.started_at), node.end - output
+            turn = Turn(stored.turn_id, created, prompt, message, record.finish_reason, output, stored.cached_tokens)
+            done: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
+            done.set_result(turn)
+            read.append(Attempt(stored.rid, -1, turn, done, node=node))
+            episode.remember(stored.name, read[-1])
         episode.forget_acknowledged()
-        return found
+        return read
 
-    @staticmethod
-    def _offer(episode: Episode, record: records.CallRecord, note: TurnNote, node: Node, message: Message) -> Attempt:
-        """Keep a recorded turn that nobody here has delivered, for a request that is sent again."""
-        opening = Opening(note.turn_id, int(record.started_at), node.end - len(record.output_ids))
-        done: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
-        done.set_result(Turn(opening, message, record.finish_reason, len(record.output_ids), note.cached_tokens))
-        attempt = Attempt(note.rid, -1, opening, done, node=node)
-        episode.attempts.setdefault(note.name, []).append(attempt)
-        return attempt
+    async def recorded_elsewhere(self, episode: Episode, name: bytes, proxy: str, patience_s: float) -> Attempt | None:
+        """Wait for the turn of a call that runs in another proxy process. None when that one has given the call up, or
+        is dead.
+
+        A request whose connection to another proxy has closed is answered with that proxy's turn while that proxy
+        lives, so that a harness which asks again never gets a second sample, whichever process it reaches.
+        """
+        deadline = time.monotonic() + patience_s
+        while time.monotonic() < deadline:
+            unfinished = await self._recorder.want(episode.name, name)
+            await self.refresh(episode)
+            if (attempt := episode.offered(name)) is not None:
+                return attempt
+            if not unfinished:
+                return None
+            if not await self._recorder.alive(proxy):
+                await self._recorder.forget_left(episode.name, name)
+                return None
+            await asyncio.sleep(POLL_S)  # what is waited for is a field in Redis, which cannot be awaited
+        return None
 
     def _forget_idle(self) -> None:
         oldest = time.monotonic() - self._idle_s

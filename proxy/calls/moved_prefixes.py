@@ -17,7 +17,7 @@ from infra.state.keys import Route
 
 
 @dataclass(frozen=True)
-class Kv:
+class PolicyKv:
     """What a proxy knows of its policy's KV."""
 
     token_bytes: int = 0
@@ -33,7 +33,7 @@ class Kv:
 
 
 @dataclass(frozen=True)
-class Computed:
+class ComputedPrefix:
     """KV of the first ``tokens`` of a call's prompt, where it was computed last."""
 
     cell: str
@@ -49,15 +49,15 @@ class Computed:
 
 
 @dataclass
-class Moves:
+class MovedPrefixes:
     """Sums over a call's requests, in tokens of the moved prefixes."""
 
     tokens: int = 0
     from_store: int = 0
     recomputed: int = 0
-    at: Computed | None = field(default=None, repr=False)
+    at: ComputedPrefix | None = field(default=None, repr=False)
 
-    async def arrive(self, kv: Kv, route: Route, prompt: Sequence[int]) -> None:
+    async def arrive(self, kv: PolicyKv, route: Route, prompt: Sequence[int]) -> None:
         """Give the last engine a moment to finish writing what the next one is to read."""
         at = self.at
         if kv.arrival is None or at is None or not at.writing or not at.elsewhere(route) or at.salt != salt_of(route):
@@ -70,13 +70,22 @@ class Moves:
             return
         at = self.at
         if at is not None and at.elsewhere(route):
-            found = min(generation.cached_tokens, at.tokens)
+            cached = min(generation.cached_tokens, at.tokens)
             self.tokens += at.tokens
-            self.from_store += min(generation.cached_storage, found)
-            self.recomputed += at.tokens - found
+            self.from_store += min(generation.cached_storage, cached)
+            self.recomputed += at.tokens - cached
         # The last token's KV is computed only with the token after it.
         computed = prompt_tokens + max(0, len(generation.output_ids) - 1)
-        self.at = Computed(route.cell, computed, route.incarnation, salt_of(route), generation.finish == "abort")
+        self.at = ComputedPrefix(route.cell, computed, route.incarnation, salt_of(route), generation.finish == "abort")
+
+    def figures(self, token_bytes: int) -> dict[str, int]:
+        """As a call record has them. ``token_bytes``: of one token's KV, 0 where the model isn't known."""
+        return {
+            "moved_tokens": self.tokens,
+            "moved_from_store": self.from_store,
+            "moved_recomputed": self.recomputed,
+            "moved_bytes": self.from_store * token_bytes,
+        }
 
 
 def salt_of(route: Route) -> str:

@@ -38,8 +38,8 @@ class Orphans:
     async def sweep(self, episode: Episode) -> None:
         """Look for orphans of an episode that was just loaded; a proxy whose lease still runs is watched."""
         episode.swept = True
-        foreign = await self._foreign(episode)
-        if foreign and (alive := await self._reap(episode, foreign)):
+        others = await self._of_others(episode)
+        if others and (alive := await self._reap(episode, others)):
             self._tasks.start(self._watch(episode, alive))
 
     def peer_gone(self, proxy: str) -> None:
@@ -57,18 +57,18 @@ class Orphans:
     async def stop(self) -> None:
         await self._tasks.end()
 
-    async def _foreign(self, episode: Episode) -> dict[str, OpenCall]:
+    async def _of_others(self, episode: Episode) -> dict[str, OpenCall]:
         """Unfinished calls of other proxies, those included that were held and never reached an engine."""
-        found = await self._recorder.opened(episode.name)
+        calls = await self._recorder.opened(episode.name)
         for rid in await self._recorder.held_calls(episode.name):
-            found.setdefault(rid, OpenCall(rid.rpartition(".")[0], "", rid, "", 0.0))
-        return {rid: call for rid, call in found.items() if call.proxy != self._router.proxy_id}
+            calls.setdefault(rid, OpenCall(rid.rpartition(".")[0], "", rid, "", 0.0))
+        return {rid: call for rid, call in calls.items() if call.proxy != self._router.proxy_id}
 
     async def _watch(self, episode: Episode, calls: dict[str, OpenCall]) -> None:
         deadline = time.monotonic() + 2 * self._limits.lease_s
         while calls and time.monotonic() < deadline:  # a proxy that renews its lease for so long is alive
             await asyncio.sleep(self._limits.lease_s / 5)
-            still = await self._foreign(episode)
+            still = await self._of_others(episode)
             calls = await self._reap(episode, {rid: call for rid, call in calls.items() if rid in still})
 
     async def _reap(self, episode: Episode, calls: dict[str, OpenCall]) -> dict[str, OpenCall]:

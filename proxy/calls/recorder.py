@@ -1,7 +1,7 @@
 """The durable side of a call: open record, hold, and the record of the finished call, all in Redis.
 
 Invariant: a record is appended only at its own number and only by the episode's current generation, in one script
-with its turn note, the end of its open record and its held time. So a call is either open or recorded, never both,
+with its stored turn, the end of its open record and its held time. So a call is either open or recorded, never both,
 and a record that was appended twice, or by a dead generation, cannot exist.
 """
 
@@ -16,6 +16,7 @@ import redis.exceptions
 from redis.asyncio import Redis
 
 from infra.state import keys
+from proxy.conversation.requests import Turn
 
 APPEND = """
 local generation = redis.call('GET', KEYS[3])
@@ -74,7 +75,9 @@ class Recorder:
         self._append = redis.register_script(APPEND)
         self._patience_s = patience_s
 
-    async def open(self, episode: str, rid: str, call: OpenCall) -> None:
+    async def open(self, episode: str, rid: str, *, cell: str, engine_rid: str, digest: bytes) -> None:
+        """An engine is about to be asked. ``digest``: of the request."""
+        call = OpenCall(self._proxy_id, cell, engine_rid, digest.hex(), time.time())
         pipeline = self._redis.pipeline(transaction=True)
         pipeline.hset(keys.open_calls(episode), rid, msgspec.json.encode(call))
         pipeline.hset(keys.proxy_calls(self._proxy_id), rid, episode)
@@ -96,13 +99,10 @@ class Recorder:
         pipeline.hdel(keys.holding(episode), rid)
         await pipeline.execute()
 
-    async def leave(self, episode: str, name: bytes, call: LeftCall) -> None:
+    async def leave(self, episode: str, name: bytes, head: Turn) -> None:
         """The connection of an unfinished call has closed: the next one may come to another proxy."""
+        call = LeftCall(self._proxy_id, head.turn_id, head.created, head.prompt_tokens)
         await self._redis.hset(keys.left_calls(episode), name.hex(), msgspec.json.encode(call))
-
-    async def left(self, episode: str, name: bytes) -> LeftCall | None:
-        data = await self._redis.hget(keys.left_calls(episode), name.hex())
-        return None if data is None else msgspec.json.decode(data, type=LeftCall)
 
     async def forget_left(self, episode: str, name: bytes) -> None:
         """The call is asked for again where it runs, or its proxy is dead."""
@@ -127,8 +127,8 @@ class Recorder:
 
     async def calls_of(self, proxy: str) -> dict[str, str]:
         """Unfinished calls of a proxy: request id -> episode."""
-        found = await self._redis.hgetall(keys.proxy_calls(proxy))
-        return {as_bytes(rid).decode(): as_bytes(episode).decode() for rid, episode in found.items()}
+        calls = await self._redis.hgetall(keys.proxy_calls(proxy))
+        return {as_bytes(rid).decode(): as_bytes(episode).decode() for rid, episode in calls.items()}
 
     async def forget_proxy(self, proxy: str) -> None:
         """A dead proxy's calls have been ended."""
@@ -140,8 +140,8 @@ class Recorder:
 
     async def opened(self, episode: str) -> dict[str, OpenCall]:
         """Unfinished calls of an episode, of every proxy, by request id."""
-        found = await self._redis.hgetall(keys.open_calls(episode))
-        return {as_bytes(rid).decode(): msgspec.json.decode(data, type=OpenCall) for rid, data in found.items()}
+        calls = await self._redis.hgetall(keys.open_calls(episode))
+        return {as_bytes(rid).decode(): msgspec.json.decode(data, type=OpenCall) for rid, data in calls.items()}
 
     async def hold(self, episode: str, rid: str) -> None:
         pipeline = self._redis.pipeline(transaction=True)
@@ -165,7 +165,7 @@ class Recorder:
         rid: str,
         name: bytes,
         record: bytes,
-        note: bytes,
+        stored: bytes,
         held_s: float,
     ) -> Outcome:
         """Append a record. ``held_s``: seconds not yet credited by ``unhold``. An episode whose context was refused
@@ -178,7 +178,7 @@ class Recorder:
         names = [keys.calls(episode), keys.turns(episode), keys.generation_of(episode)]
         names += [keys.open_calls(episode), keys.holding(episode), keys.held(episode)]
         names += [keys.left_calls(episode), keys.proxy_calls(self._proxy_id), keys.truncated(episode)]
-        values: list[bytes | str | int] = [seq, generation, rid, record, note, repr(round(held_s, 6)), name.hex()]
+        values: list[bytes | str | int] = [seq, generation, rid, record, stored, repr(round(held_s, 6)), name.hex()]
         deadline = time.monotonic() + self._patience_s
         while True:
             try:
@@ -193,13 +193,13 @@ class Recorder:
         return int(await self._redis.llen(keys.calls(episode)))
 
     async def read(self, episode: str, start: int) -> list[tuple[bytes, bytes | None]]:
-        """Records from number ``start`` on, each with its note."""
+        """Records from number ``start`` on, each with its stored turn."""
         records = [as_bytes(data) for data in await self._redis.lrange(keys.calls(episode), start, -1)]
         if not records:
             return []
         numbers = [str(start + position) for position in range(len(records))]
-        notes: list[Any] = await self._redis.hmget(keys.turns(episode), numbers)
-        return list(zip(records, notes, strict=True))
+        turns: list[Any] = await self._redis.hmget(keys.turns(episode), numbers)
+        return list(zip(records, turns, strict=True))
 
     async def truncate(self, episode: str, why: Literal["context", "calls"]) -> None:
         """Note that further calls of the episode are refused."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from infra.chat.messages import Message
-from proxy.conversation.requests import Hints, ModelRequest, attempt_name
+from proxy.conversation.requests import Hints, ModelRequest
 from proxy.conversation.sub_agents import Asked, Claims, claim_of, hinted_id, is_minted
 from trajectory.kinds import ROOT_AGENT
 from trajectory.records import CallRecord
@@ -147,8 +147,8 @@ class Lineage:
     def observe(self, record: CallRecord, added: Sequence[Message], turn: Message, name: bytes = b"") -> None:
         """A call was recorded; calls come in the order of ``seq``.
 
-        ``added``: the messages that it added to its parent's path. ``name``: of its request, as ``calls.attempt_name``
-        makes it; without it, a request that is sampled once more isn't recognised as such.
+        ``added``: the messages that it added to its parent's path. ``name``: ``ModelRequest.name``; without it, a
+        request that is sampled once more isn't recognised as such.
         """
         self._claims.answered(added)
         agent, base = record.agent, self._base(record)
@@ -349,7 +349,7 @@ class Lineage:
             return ""
         head, last = self._head(thread), path[-1].seq if path else -1
         latest = self._calls[head] if head >= 0 else None
-        if latest is not None and latest.name == attempt_name(request):
+        if latest is not None and latest.name == request.name:
             return "sample"
         if latest is not None and 0 <= last < head and latest.name and latest.name == self._calls[last].name:
             return "sample"  # it goes on from the other one of two answers to the same request

@@ -5,14 +5,15 @@ It knows neither HTTP nor token ids.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import orjson
 import xxhash
 
 from infra.chat.messages import Message, Tool
-from proxy.conversation.turn_notes import message_key, root_key
+from proxy.conversation.stored_turns import message_key, root_key
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Hints:
     """Whether it is a title, a search and the like; None when the harness doesn't say."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelRequest:
     """One request of a harness, canonical: equal requests are equal here, however they were written."""
 
@@ -47,83 +48,58 @@ class ModelRequest:
     max_tokens: int | None
     """Sampled tokens at most, as the harness asks; the run's own bound still applies."""
     stream: bool
-    include_usage: bool
+    include_usage: bool = False
     """Chat Completions streams only: whether the usage is wanted."""
-    asked: dict[str, Any]
+    asked: dict[str, Any] = field(default_factory=dict)
     """Fields that were understood but not honoured (the run decides sampling) or ignored: recorded."""
-    hints: Hints
-    begun: Message | None
+    hints: Hints = Hints()
+    begun: Message | None = None
     """What the harness got of this request's turn before its connection broke, where it says so: the turn's rest is
     wanted. No part of ``digest``."""
-    root: bytes
-    """Key of ``system`` and ``tools``."""
-    keys: tuple[bytes, ...]
-    """Key of each message."""
-    digest: bytes
-    """Hash of the request except ``stream``, ``include_usage``, ``hints`` and ``begun``."""
+
+    @cached_property
+    def root(self) -> bytes:
+        """Key of ``system`` and ``tools``."""
+        return root_key(self.system, self.tools)
+
+    @cached_property
+    def keys(self) -> tuple[bytes, ...]:
+        """Key of each message."""
+        return tuple(message_key(message) for message in self.messages)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Hash of the request except ``model``, ``stream``, ``include_usage``, ``hints`` and ``begun``."""
+        digest = xxhash.xxh3_128(self.root)
+        digest.update(b"".join(self.keys))
+        digest.update(
+            orjson.dumps([self.max_tokens, self.asked], option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
+        )
+        return digest.digest()
+
+    @property
+    def name(self) -> bytes:
+        """Under which a call is found when its request is sent again: the agent, as the harness names it, and the
+        body."""
+        return self.hints.agent.encode("utf-8", "replace") + b"\0" + self.digest
 
 
-def make_request(
-    *,
-    model: str,
-    system: Message | None,
-    messages: tuple[Message, ...],
-    tools: tuple[Tool, ...],
-    max_tokens: int | None,
-    stream: bool,
-    asked: dict[str, Any],
-    include_usage: bool = False,
-    hints: Hints | None = None,
-    begun: Message | None = None,
-) -> ModelRequest:
-    """A request with its keys."""
-    root = root_key(system, tools)
-    keys = tuple(message_key(message) for message in messages)
-    digest = xxhash.xxh3_128(root)
-    digest.update(b"".join(keys))
-    digest.update(orjson.dumps([max_tokens, asked], option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS))
-    return ModelRequest(
-        model=model,
-        system=system,
-        messages=messages,
-        tools=tools,
-        max_tokens=max_tokens,
-        stream=stream,
-        include_usage=include_usage,
-        asked=asked,
-        hints=hints or Hints(),
-        begun=begun,
-        root=root,
-        keys=keys,
-        digest=digest.digest(),
-    )
+_UNSAID = Message("assistant")
 
 
 @dataclass(frozen=True)
-class Opening:
-    """What is known of a call before its turn is: enough to open a stream."""
+class Turn:
+    """A turn as it goes back to the harness. Its head is known before it is sampled: enough to open a stream."""
 
     turn_id: str
     """Reference that the proxy minted: 24 URL-safe characters, unguessable. Dialects make their ids of it."""
     created: int
     """Unix time in seconds."""
     prompt_tokens: int
-
-
-@dataclass(frozen=True)
-class Turn:
-    """A finished, durable turn: what goes back to the harness."""
-
-    opening: Opening
-    message: Message
-    """Its ``turn_id`` is the opening's, and its tool calls have minted ids."""
-    finish_reason: str
-    """``stop``, ``length`` (the turn's limit) or ``context`` (the context's)."""
-    output_tokens: int
-    cached_tokens: int
+    message: Message = _UNSAID
+    """With the same ``turn_id``, and minted ids of its tool calls."""
+    finish_reason: str = ""
+    """``stop``, ``length`` (the turn's limit) or ``context`` (the context's); "" before the turn is there."""
+    output_tokens: int = 0
+    cached_tokens: int = 0
     """Prompt tokens that the engine found in its cache."""
-
-
-def attempt_name(request: ModelRequest) -> bytes:
-    """Under which a call is found when its request is sent again: the agent, as the harness names it, and the body."""
-    return request.hints.agent.encode("utf-8", "replace") + b"\0" + request.digest

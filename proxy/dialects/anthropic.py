@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from infra.chat.messages import ToolCall
-from proxy.conversation.requests import ModelRequest, Opening, Turn
+from proxy.conversation.requests import ModelRequest, Turn
 from proxy.dialects import bodies
 from proxy.dialects.anthropic_request import FIELDS, NEUTRAL, parse, parse_count
 from proxy.errors import BodyTooLarge, CallsExceeded, ContextExceeded, GatewayError, KeyRefused, UnknownPath
@@ -27,7 +27,6 @@ __all__ = [
     "parse",
     "parse_count",
     "response",
-    "status",
     "stream_error",
     "stream_start",
     "stream_turn",
@@ -48,16 +47,16 @@ def count_tokens(tokens: int) -> bytes:
 
 def response(request: ModelRequest, turn: Turn) -> bytes:
     """The body of an answer without streaming."""
-    message = _envelope(request, turn.opening)
+    message = _envelope(request, turn)
     message["content"] = [_whole(start, value) for start, value in _blocks(request, turn)]
     message["stop_reason"] = _stop(turn)
-    message["usage"] = _usage(turn.opening, turn.output_tokens)
+    message["usage"] = _usage(turn, turn.output_tokens)
     return bodies.dump(message)
 
 
-def stream_start(request: ModelRequest, opening: Opening) -> bytes:
+def stream_start(request: ModelRequest, turn: Turn) -> bytes:
     """The first bytes of a stream; a ping follows at once, as the provider does."""
-    return bodies.event("message_start", {"type": "message_start", "message": _envelope(request, opening)}) + PING
+    return bodies.event("message_start", {"type": "message_start", "message": _envelope(request, turn)}) + PING
 
 
 def stream_turn(request: ModelRequest, turn: Turn) -> bytes:
@@ -71,7 +70,7 @@ def stream_turn(request: ModelRequest, turn: Turn) -> bytes:
             events.append(bodies.event("content_block_delta", event))
         events.append(bodies.event("content_block_stop", {"type": "content_block_stop", "index": index}))
     end = {"stop_reason": _stop(turn), "stop_sequence": None}
-    usage = _usage(turn.opening, turn.output_tokens)
+    usage = _usage(turn, turn.output_tokens)
     events.append(bodies.event("message_delta", {"type": "message_delta", "delta": end, "usage": usage}))
     events.append(bodies.event("message_stop", {"type": "message_stop"}))
     return b"".join(events)
@@ -85,11 +84,6 @@ def stream_error(fault: GatewayError) -> bytes:
 def error(fault: GatewayError) -> bytes:
     """The body of a refusal."""
     return bodies.dump(_error(fault))
-
-
-def status(fault: GatewayError) -> int:
-    """HTTP status of a refusal."""
-    return fault.status
 
 
 def _error(fault: GatewayError) -> dict[str, Any]:
@@ -110,23 +104,23 @@ def _error(fault: GatewayError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
-def _envelope(request: ModelRequest, opening: Opening) -> dict[str, Any]:
+def _envelope(request: ModelRequest, turn: Turn) -> dict[str, Any]:
     return {
-        "id": bodies.reference(opening.turn_id, "msg"),
+        "id": bodies.reference(turn.turn_id, "msg"),
         "type": "message",
         "role": "assistant",
         "model": bodies.model_of(request),
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,
-        "usage": _usage(opening, 0),
+        "usage": _usage(turn, 0),
     }
 
 
-def _usage(opening: Opening, output_tokens: int) -> dict[str, int]:
+def _usage(turn: Turn, output_tokens: int) -> dict[str, int]:
     """All prompt tokens as input tokens: Claude Code decides on compaction by the sum of the three."""
     return {
-        "input_tokens": opening.prompt_tokens,
+        "input_tokens": turn.prompt_tokens,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": 0,
         "output_tokens": output_tokens,
@@ -139,7 +133,7 @@ def _blocks(request: ModelRequest, turn: Turn) -> list[tuple[dict[str, Any], Any
     blocks: list[tuple[dict[str, Any], Any]] = []
     thinking = request.asked.get("thinking")
     if message.reasoning or (isinstance(thinking, dict) and thinking.get("type") != "disabled"):
-        signature = bodies.reference(turn.opening.turn_id)
+        signature = bodies.reference(turn.turn_id)
         blocks.append(({"type": "thinking", "thinking": "", "signature": ""}, (message.reasoning, signature)))
     if message.content:
         blocks.append(({"type": "text", "text": ""}, message.content))

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from infra.chat.messages import Message, Role, Tool, ToolCall
-from proxy.conversation.requests import Hints, ModelRequest, make_request
+from proxy.conversation.requests import Hints, ModelRequest
 from proxy.dialects import bodies
 from proxy.dialects.dialect import Field
 from proxy.errors import BadRequest
@@ -87,7 +87,7 @@ def _parse(body: bytes, headers: Mapping[bytes, bytes], *, counts: bool) -> Mode
         asked["tools"] = dropped
     bodies.writable(asked, "metadata")
     model = bodies.text(data, "model")
-    return make_request(
+    return ModelRequest(
         model=model,
         system=system,
         messages=messages,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from proxy.conversation.requests import ModelRequest, Opening, Turn
+from proxy.conversation.requests import ModelRequest, Turn
 from proxy.errors import GatewayError
 
 
@@ -44,7 +44,7 @@ class Dialect(Protocol):
         """The body of an answer without streaming."""
         ...
 
-    def stream_start(self, request: ModelRequest, opening: Opening) -> bytes:
+    def stream_start(self, request: ModelRequest, turn: Turn) -> bytes:
         """The first bytes of a stream, sent once the call is admitted; then come PINGs until the turn is there."""
         ...
 
@@ -57,9 +57,5 @@ class Dialect(Protocol):
         ...
 
     def error(self, fault: GatewayError) -> bytes:
-        """The body of a refusal; its status is ``status``."""
-        ...
-
-    def status(self, fault: GatewayError) -> int:
-        """HTTP status of a refusal."""
+        """The body of a refusal; its HTTP status is the fault's."""
         ...

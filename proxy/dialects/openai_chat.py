@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from infra.chat.messages import Message, Role, Tool, ToolCall
-from proxy.conversation.requests import Hints, ModelRequest, Opening, Turn, make_request
+from proxy.conversation.requests import Hints, ModelRequest, Turn
 from proxy.dialects import bodies
 from proxy.dialects.dialect import Field
 from proxy.dialects.openai_words import error_object, refused
@@ -112,7 +112,7 @@ def parse(body: bytes, headers: Mapping[bytes, bytes]) -> ModelRequest:
     if options is not None and not isinstance(options, dict):
         raise BadRequest("'stream_options' must be an object", param="stream_options")
     model = bodies.text(data, "model")
-    return make_request(
+    return ModelRequest(
         model=model,
         system=system,
         messages=messages,
@@ -135,13 +135,13 @@ def response(request: ModelRequest, turn: Turn) -> bytes:
     if said.tool_calls:
         message["tool_calls"] = [_call(call) for call in said.tool_calls]
     choice = {"index": 0, "message": message, "finish_reason": _finish(turn), "logprobs": None}
-    head = _envelope(request, turn.opening, "chat.completion")
+    head = _envelope(request, turn, "chat.completion")
     return bodies.dump(head | {"choices": [choice], "usage": _usage(turn)})
 
 
-def stream_start(request: ModelRequest, opening: Opening) -> bytes:
+def stream_start(request: ModelRequest, turn: Turn) -> bytes:
     """The first bytes of a stream."""
-    return _chunk(_envelope(request, opening, "chat.completion.chunk"), {"role": "assistant", "content": ""})
+    return _chunk(_envelope(request, turn, "chat.completion.chunk"), {"role": "assistant", "content": ""})
 
 
 def stream_turn(request: ModelRequest, turn: Turn) -> bytes:
@@ -159,7 +159,7 @@ def stream_turn(request: ModelRequest, turn: Turn) -> bytes:
         delta["content"] = said.content
     if said.tool_calls:
         delta["tool_calls"] = [{"index": index, **_call(call)} for index, call in enumerate(said.tool_calls)]
-    head, usage = _envelope(request, turn.opening, "chat.completion.chunk"), _usage(turn)
+    head, usage = _envelope(request, turn, "chat.completion.chunk"), _usage(turn)
     choice = {"index": 0, "delta": delta, "finish_reason": _finish(turn)}
     events = [bodies.data_event(head | {"choices": [choice], "usage": usage})]
     if request.include_usage:
@@ -175,11 +175,6 @@ def stream_error(fault: GatewayError) -> bytes:
 def error(fault: GatewayError) -> bytes:
     """The body of a refusal."""
     return bodies.dump({"error": error_object(fault)})
-
-
-def status(fault: GatewayError) -> int:
-    """HTTP status of a refusal."""
-    return fault.status
 
 
 def models(name: str) -> bytes:
@@ -297,16 +292,16 @@ def _finish(turn: Turn) -> str:
 
 def _usage(turn: Turn) -> dict[str, Any]:
     return {
-        "prompt_tokens": turn.opening.prompt_tokens,
+        "prompt_tokens": turn.prompt_tokens,
         "completion_tokens": turn.output_tokens,
-        "total_tokens": turn.opening.prompt_tokens + turn.output_tokens,
+        "total_tokens": turn.prompt_tokens + turn.output_tokens,
         "prompt_tokens_details": {"cached_tokens": turn.cached_tokens},
     }
 
 
-def _envelope(request: ModelRequest, opening: Opening, kind: str) -> dict[str, Any]:
-    identity = bodies.reference(opening.turn_id, "chatcmpl")
-    return {"id": identity, "object": kind, "created": opening.created, "model": bodies.model_of(request)}
+def _envelope(request: ModelRequest, turn: Turn, kind: str) -> dict[str, Any]:
+    identity = bodies.reference(turn.turn_id, "chatcmpl")
+    return {"id": identity, "object": kind, "created": turn.created, "model": bodies.model_of(request)}
 
 
 def _chunk(head: dict[str, Any], delta: dict[str, Any], finish: str | None = None) -> bytes:

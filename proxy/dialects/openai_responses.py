@@ -10,7 +10,7 @@ import itertools
 from typing import Any
 
 from infra.chat.messages import Message, ToolCall
-from proxy.conversation.requests import ModelRequest, Opening, Turn
+from proxy.conversation.requests import ModelRequest, Turn
 from proxy.dialects import bodies
 from proxy.dialects.openai_responses_request import ENCRYPTED, FIELDS, FREEFORM, NEUTRAL, parse
 from proxy.dialects.openai_words import error_object
@@ -25,7 +25,6 @@ __all__ = [
     "error",
     "parse",
     "response",
-    "status",
     "stream_error",
     "stream_start",
     "stream_turn",
@@ -57,9 +56,9 @@ def response(request: ModelRequest, turn: Turn) -> bytes:
     return bodies.dump(_finished(request, turn, _items(request, turn)))
 
 
-def stream_start(request: ModelRequest, opening: Opening) -> bytes:
+def stream_start(request: ModelRequest, turn: Turn) -> bytes:
     """The first bytes of a stream."""
-    head = _envelope(request, opening)
+    head = _envelope(request, turn)
     kinds = ("response.created", "response.in_progress")
     return b"".join(_event(number, kind, response=head) for number, kind in enumerate(kinds))
 
@@ -93,13 +92,8 @@ def error(fault: GatewayError) -> bytes:
     return bodies.dump({"error": error_object(fault)})
 
 
-def status(fault: GatewayError) -> int:
-    """HTTP status of a refusal."""
-    return fault.status
-
-
 def _items(request: ModelRequest, turn: Turn) -> list[dict[str, Any]]:
-    said, turn_id = turn.message, turn.opening.turn_id
+    said, turn_id = turn.message, turn.turn_id
     items: list[dict[str, Any]] = []
     if said.reasoning:
         item: dict[str, Any] = {"type": "reasoning", "id": bodies.reference(turn_id, "rs"), "summary": []}
@@ -176,10 +170,10 @@ def _deltas(item: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _finished(request: ModelRequest, turn: Turn, items: list[dict[str, Any]]) -> dict[str, Any]:
-    whole = _envelope(request, turn.opening) | {"output": items, "status": "completed"}
+    whole = _envelope(request, turn) | {"output": items, "status": "completed"}
     if turn.finish_reason != "stop":
         whole |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
-    prompt, output = turn.opening.prompt_tokens, turn.output_tokens
+    prompt, output = turn.prompt_tokens, turn.output_tokens
     whole["usage"] = {
         "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": turn.cached_tokens},
@@ -190,11 +184,11 @@ def _finished(request: ModelRequest, turn: Turn, items: list[dict[str, Any]]) ->
     return whole
 
 
-def _envelope(request: ModelRequest, opening: Opening) -> dict[str, Any]:
+def _envelope(request: ModelRequest, turn: Turn) -> dict[str, Any]:
     return {
-        "id": bodies.reference(opening.turn_id, "resp"),
+        "id": bodies.reference(turn.turn_id, "resp"),
         "object": "response",
-        "created_at": opening.created,
+        "created_at": turn.created,
         "status": "in_progress",
         "background": False,
         "error": None,

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from infra.chat.messages import Message, Role, Tool, ToolCall
-from proxy.conversation.requests import Hints, ModelRequest, make_request
+from proxy.conversation.requests import Hints, ModelRequest
 from proxy.dialects import bodies
 from proxy.dialects.dialect import Field
 from proxy.dialects.openai_words import refused
@@ -99,7 +99,7 @@ def parse(body: bytes, headers: Mapping[bytes, bytes]) -> ModelRequest:
     else:
         system, messages = _opening(messages)
     model = bodies.text(data, "model")
-    return make_request(
+    return ModelRequest(
         model=model,
         system=system,
         messages=messages,

@@ -10,14 +10,14 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from aiohttp import web
 
 from infra.chat.messages import Message, ToolCall
-from proxy.conversation.requests import ModelRequest, Opening, Turn
+from proxy.conversation.requests import ModelRequest, Turn
 from proxy.dialects import anthropic
 from proxy.dialects.dialect import Dialect
 from proxy.dialects.registry import DIALECTS
@@ -26,8 +26,9 @@ from proxy.errors import GatewayError
 TURN_ID = "AbCdEfGhIjKlMnOpQrStUv-_"
 
 
-def opening(turn_id: str = TURN_ID, prompt_tokens: int = 100) -> Opening:
-    return Opening(turn_id=turn_id, created=1_700_000_000, prompt_tokens=prompt_tokens)
+def head(turn_id: str = TURN_ID, prompt_tokens: int = 100) -> Turn:
+    """A turn before it is sampled."""
+    return Turn(turn_id, 1_700_000_000, prompt_tokens)
 
 
 def turn(
@@ -41,7 +42,7 @@ def turn(
     """A finished turn; ``calls`` are (name, arguments)."""
     minted = tuple(ToolCall(f"call_{turn_id[:20]}{index}", name, text) for index, (name, text) in enumerate(calls))
     message = Message("assistant", content, reasoning, minted, "", False, turn_id)
-    return Turn(opening(turn_id), message, finish, 7, 3)
+    return replace(head(turn_id), message=message, finish_reason=finish, output_tokens=7, cached_tokens=3)
 
 
 def events(stream: bytes) -> list[tuple[str, Any]]:
@@ -86,14 +87,12 @@ class ScriptedServer:
             self.requests.append(read)
             said = self.script(read, number)
         except GatewayError as fault:
-            return web.Response(
-                body=dialect.error(fault), status=dialect.status(fault), content_type="application/json"
-            )
+            return web.Response(body=dialect.error(fault), status=fault.status, content_type="application/json")
         if not read.stream:
             return web.Response(body=dialect.response(read, said), content_type="application/json")
         stream = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await stream.prepare(request)
-        await stream.write(dialect.stream_start(read, said.opening))
+        await stream.write(dialect.stream_start(read, said))
         for _ in range(self.pings):
             await stream.write(dialect.PING)
             await asyncio.sleep(self.waits / self.pings)

@@ -13,7 +13,7 @@ import msgspec
 
 from infra.chat.messages import Message, Tool, ToolCall
 from proxy.conversation.lineage import Continued, Lineage, Place
-from proxy.conversation.requests import Hints, ModelRequest, attempt_name, make_request
+from proxy.conversation.requests import Hints, ModelRequest
 from trajectory.kinds import classify
 from trajectory.records import FIRST_HASH, CallRecord, encode, make_record, record_hash
 
@@ -65,14 +65,13 @@ class Story:
         **hints: Any,
     ) -> Asked:
         """A request arrives and is placed."""
-        request = make_request(
+        request = ModelRequest(
             model="m",
             system=Message(role="system", content=system),
             messages=tuple(messages),
             tools=tools,
             max_tokens=None,
             stream=True,
-            asked={},
             hints=Hints(**hints),
         )
         nodes = self._nodes(request)
@@ -132,7 +131,7 @@ class Story:
         self.records.append(record)
         self.paths.append(nodes)
         self.places.append(place)
-        self.notes.append((added, turn, attempt_name(asked.request)))
+        self.notes.append((added, turn, asked.request.name))
         self.lineage.observe(record, *self.notes[-1])
         return turn
 

@@ -361,7 +361,7 @@ async def test_a_call_waits_a_while_for_the_cell_that_has_its_prefix(cells: Cell
 async def test_calls_that_wait_for_another_version_hold_up_nobody(cells: Cells) -> None:
     await cells.open("cell-0")
     later = [cells.wait(slot(f"later-{number}", version=1, seniority=900)) for number in range(2000)]
-    await asyncio.sleep(0)
+    await until(lambda: cells.router.waiting == 2000 and cells.router.table.serving(0, 0), "the routes are fresh")
     began = time.perf_counter()
     for _ in range(100):
         cells.router.release(cells.take(slot()))

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from dialect_parts import TURN_ID, events, opening, parse, turn
+from dialect_parts import TURN_ID, events, head, parse, turn
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -228,7 +228,7 @@ def test_harmless_fields_are_recorded() -> None:
 def test_a_stream_has_the_order_that_claude_code_takes() -> None:
     request = parse(anthropic, body(stream=True, thinking={"type": "adaptive"}))
     spoken = turn("Look.", "hm", [("Bash", '{"command": "ls"}')])
-    read = events(anthropic.stream_start(request, opening()) + anthropic.PING + anthropic.stream_turn(request, spoken))
+    read = events(anthropic.stream_start(request, head()) + anthropic.PING + anthropic.stream_turn(request, spoken))
     assert all(name == data["type"] for name, data in read)
     block = ["content_block_start", "content_block_delta", "content_block_stop"]
     thinking = [block[0], block[1], *block[1:]]
@@ -341,6 +341,6 @@ def test_tokens_are_counted_without_max_tokens() -> None:
 )
 def test_refusals_are_in_anthropics_words(fault: Any, status: int, kind: str, words_of_it: str) -> None:
     whole = json.loads(anthropic.error(fault))
-    assert anthropic.status(fault) == status
+    assert fault.status == status
     assert whole["type"] == "error" and whole["error"]["type"] == kind and words_of_it in whole["error"]["message"]
     assert events(anthropic.stream_error(fault)) == [("error", whole)]

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from dialect_parts import TURN_ID, events, opening, parse, serving, turn
+from dialect_parts import TURN_ID, events, head, parse, serving, turn
 from hypothesis import given
 from hypothesis import strategies as st
 from openai import AsyncOpenAI, BadRequestError
@@ -114,7 +114,7 @@ def test_values_that_change_nothing_are_taken_and_the_rest_is_recorded() -> None
 
 def test_a_stream_is_opened_pinged_and_ended() -> None:
     request = parse(openai_chat, body(stream=True, stream_options={"include_usage": True}))
-    start = openai_chat.stream_start(request, opening())
+    start = openai_chat.stream_start(request, head())
     rest = openai_chat.stream_turn(request, turn("Look.", "hm", [("bash", "{}")]))
     read = [data for _, data in events(start + openai_chat.PING + rest)]
     deltas = [chunk["choices"][0]["delta"] for chunk in read[:-2]]
@@ -174,7 +174,7 @@ def test_a_turn_that_is_sent_back_is_the_turn_that_was_sent(
 )
 def test_refusals_are_in_openais_words(fault: Any, status: int, code: str, words_of_it: str) -> None:
     whole = json.loads(openai_chat.error(fault))
-    assert openai_chat.status(fault) == status
+    assert fault.status == status
     assert whole["error"]["code"] == code and words_of_it in whole["error"]["message"]
     assert events(openai_chat.stream_error(fault)) == [("", whole)]
 

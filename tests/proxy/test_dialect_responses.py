@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from dialect_parts import TURN_ID, events, opening, parse, serving, turn
+from dialect_parts import TURN_ID, events, head, parse, serving, turn
 from hypothesis import given
 from hypothesis import strategies as st
 from openai import AsyncOpenAI, BadRequestError
@@ -238,7 +238,7 @@ def test_a_stream_has_the_order_that_codex_takes() -> None:
         ("multi_agent_v1.spawn_agent", "{}"),
     ]
     spoken = turn("Look.", "hm", uses)
-    start = events(openai_responses.stream_start(request, opening()))
+    start = events(openai_responses.stream_start(request, head()))
     rest = events(openai_responses.stream_turn(request, spoken))
     assert [name for name, _ in start] == ["response.created", "response.in_progress"]
     assert [name.removeprefix("response.") for name, _ in rest] == [
@@ -322,7 +322,7 @@ def test_a_turn_that_is_sent_back_is_the_turn_that_was_sent(
 def test_refusals_are_in_openais_words() -> None:
     fault = json.loads(openai_responses.error(ContextExceeded(10, 20)))["error"]
     assert fault["code"] == "context_length_exceeded" and "20 tokens" in fault["message"]
-    assert openai_responses.status(ContextExceeded(10, 20)) == openai_responses.status(KeyRefused("x")) == 400
+    assert ContextExceeded(10, 20).status == KeyRefused("x").status == 400
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dialect_parts import events, opening, turn
+from dialect_parts import events, head, turn
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -141,7 +141,7 @@ def check(dialect: Dialect, body: bytes) -> None:
         request = dialect.parse(body, {})
     except BadRequest as fault:
         assert json.loads(dialect.error(fault))["error"]["message"]
-        assert dialect.status(fault) == 400
+        assert fault.status == 400
         return
     assert isinstance(request, ModelRequest)
     assert request.messages and request.messages[-1].role != "assistant"
@@ -149,7 +149,7 @@ def check(dialect: Dialect, body: bytes) -> None:
     assert not any(message.joined for message in request.messages if message.role == "assistant")
     spoken = turn("x", "y", [(tool.name, "{}") for tool in request.tools])
     assert json.loads(dialect.response(request, spoken))
-    assert events(dialect.stream_start(request, opening()) + dialect.stream_turn(request, spoken))
+    assert events(dialect.stream_start(request, head()) + dialect.stream_turn(request, spoken))
 
 
 @each

@@ -3,7 +3,6 @@ rebuilt from records and notes plans every request as the one that lived through
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import dataclass, field
 
 import msgspec
@@ -12,9 +11,9 @@ from hypothesis import strategies as st
 
 from infra.chat.messages import Message, Tool, ToolCall
 from infra.chat.qwen3 import ChatMLRenderer
-from proxy.conversation import turn_notes
-from proxy.conversation.ledger import Ledger, Plan
-from proxy.conversation.requests import ModelRequest, make_request
+from proxy.conversation.ledger import Ledger, PlannedCall
+from proxy.conversation.requests import ModelRequest
+from proxy.conversation.stored_turns import StoredTurn, decode, encode, stored_message
 from trajectory.records import CallRecord, make_record
 
 TOOLS = (Tool(name="bash", parameters={"type": "object", "properties": {"command": {"type": "string"}}}),)
@@ -24,14 +23,13 @@ TEXTS = st.sampled_from(
 
 
 def request(messages: list[Message], tools: tuple[Tool, ...] = TOOLS, system: str = "be brief") -> ModelRequest:
-    return make_request(
+    return ModelRequest(
         model="m",
         system=Message(role="system", content=system) if system else None,
         messages=tuple(messages),
         tools=tools,
         max_tokens=None,
         stream=False,
-        asked={},
     )
 
 
@@ -41,12 +39,12 @@ class Recorded:
 
     renderer: ChatMLRenderer
     ledger: Ledger
-    calls: list[tuple[CallRecord, turn_notes.TurnNote]] = field(default_factory=list)
+    calls: list[tuple[CallRecord, StoredTurn]] = field(default_factory=list)
 
-    def say(self, asked: ModelRequest, text: str, calls: int = 0) -> tuple[Plan, Message, list[int]]:
+    def say(self, asked: ModelRequest, text: str, calls: int = 0) -> tuple[PlannedCall, Message, list[int]]:
         """Plan a request, sample ``text`` and ``calls`` tool calls, record it; returns the turn and its ids."""
         plan = self.ledger.refreshed(self.ledger.plan(asked))
-        self.ledger.acknowledge(plan)
+        plan.acknowledge()
         number = len(self.calls)
         spelled = f"<think>\nhm {number}\n</think>\n\n{text}" + "".join(
             f'\n<tool_call>\n{{"name": "bash", "arguments": {{"command": "step {number} {index}"}}}}\n</tool_call>'
@@ -64,15 +62,14 @@ class Recorded:
             ),
             turn_id=f"turn-{number}",
         )
-        delta = self.ledger.delta(plan)
         record = make_record(
             episode="ep",
             seq=number,
             prev="",
-            agent="root",
-            parent=delta.parent,
-            kept=delta.kept,
-            prompt_ids=delta.prompt_ids,
+            agent=plan.place.agent,
+            parent=plan.parent,
+            kept=plan.kept,
+            prompt_ids=plan.prompt_ids,
             output_ids=output,
             logprobs=[0.0] * len(output),
             versions=[0] * len(output),
@@ -82,12 +79,16 @@ class Recorded:
             started_at=0.0,
             active_s=0.0,
             held_s=0.0,
+            side=plan.place.side,
+            summary=plan.place.summary,
+            compacts=plan.place.compacts,
+            tools=bool(asked.tools),
+            fork=plan.place.fork,
         )
-        note = turn_notes.TurnNote(
-            "rid", b"", f"turn-{number}", 0, delta.depth, delta.notes, turn_notes.note_of(message), {}
-        )
-        self.calls.append((record, turn_notes.decode(turn_notes.encode(note))))
-        self.ledger.commit(plan, message, array("i", output))
+        nodes = [node.stored() for node in plan.added]
+        stored = StoredTurn("rid", asked.name, message.turn_id, 0, plan.shared, nodes, stored_message(message), {})
+        self.calls.append((record, decode(encode(stored))))
+        self.ledger.commit(plan, record, stored)
         assert self.sequence(number) == [*plan.prompt, *output]
         return plan, message, output
 
@@ -98,8 +99,8 @@ class Recorded:
 
     def rebuilt(self) -> Ledger:
         ledger = Ledger(self.renderer)
-        for record, note in self.calls:
-            ledger.restore(record, note)
+        for record, stored in self.calls:
+            ledger.restore(record, stored)
         return ledger
 
 
@@ -131,7 +132,7 @@ def test_a_turn_the_policy_never_said_is_rendered_and_counted(renderer: ChatMLRe
     _, turn, _ = episode.say(request(first), "one")
     synthetic = Message(role="assistant", content="I was interrupted")
     plan = episode.ledger.plan(request([*first, turn, Message(role="user", content="?"), synthetic, *first]))
-    assert (plan.synthetic, plan.synthetic_after) == (1, True)
+    assert (plan.synthetic, plan.place.fork) == (1, "resume")
 
 
 def test_a_kept_tail_under_a_summary_has_the_same_tokens(renderer: ChatMLRenderer) -> None:
@@ -154,8 +155,7 @@ def test_a_block_appended_to_the_last_message_branches_inside_it(renderer: ChatM
     longer = episode.ledger.plan(request([*first, Message(role="user", content="summarise", joined=True)]))
     header = len(plan.header)
     assert longer.prompt[: len(plan.prompt) - header] == plan.prompt[: len(plan.prompt) - header]
-    delta = episode.ledger.delta(longer)
-    assert (delta.parent, delta.kept) == (0, len(plan.prompt) - header)
+    assert (longer.parent, longer.kept) == (0, len(plan.prompt) - header)
 
 
 @settings(max_examples=150, deadline=None)
@@ -195,4 +195,4 @@ def test_histories_only_grow_and_a_rebuilt_ledger_plans_alike(renderer: ChatMLRe
         live, other = episode.ledger.plan(wanted), rebuilt.plan(wanted)
         assert live.prompt == other.prompt
         assert (live.turns, live.mutated, live.synthetic) == (other.turns, other.mutated, other.synthetic)
-        assert episode.ledger.delta(live).prompt_ids == rebuilt.delta(other).prompt_ids
+        assert live.prompt_ids == other.prompt_ids and live.place == other.place

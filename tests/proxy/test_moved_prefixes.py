@@ -10,7 +10,7 @@ from proxy_parts import Harness, ProxyStack, call_text, until
 
 from infra.sglang.generation import Finish, Generation
 from infra.state.keys import Route
-from proxy.calls.moved_prefixes import Computed, Kv, Moves
+from proxy.calls.moved_prefixes import ComputedPrefix, MovedPrefixes, PolicyKv
 from trajectory import records
 
 
@@ -22,44 +22,44 @@ def answer(sampled: int, finish: Finish = "abort", *, cached: int = 0, storage: 
     return Generation([1] * sampled, [-1.0] * sampled, [0] * sampled, finish, cached, 0, storage)
 
 
-def counted(moves: Moves) -> tuple[int, int, int]:
-    return moves.tokens, moves.from_store, moves.recomputed
+def counted(moved: MovedPrefixes) -> tuple[int, int, int]:
+    return moved.tokens, moved.from_store, moved.recomputed
 
 
 def test_a_call_that_stays_moves_nothing() -> None:
-    moves = Moves(at=Computed("a", 100))
-    moves.count(route("a"), 120, answer(10, cached=96))
-    moves.count(route("a"), 130, answer(10, "stop", cached=128))
-    assert counted(moves) == (0, 0, 0)
+    moved = MovedPrefixes(at=ComputedPrefix("a", 100))
+    moved.count(route("a"), 120, answer(10, cached=96))
+    moved.count(route("a"), 130, answer(10, "stop", cached=128))
+    assert counted(moved) == (0, 0, 0)
 
 
 def test_each_move_counts_the_tokens_whose_kv_stayed_behind() -> None:
-    moves = Moves(at=Computed("a", 100))
-    moves.count(route("b"), 120, answer(11, cached=96, storage=64))  # the other 32 lay on b already
-    assert counted(moves) == (100, 64, 4)
-    moves.count(route("c"), 131, answer(5, "stop", cached=128, storage=128))
-    assert counted(moves) == (100 + 130, 64 + 128, 4 + 2), "the last sampled token has no KV yet"
+    moved = MovedPrefixes(at=ComputedPrefix("a", 100))
+    moved.count(route("b"), 120, answer(11, cached=96, storage=64))  # the other 32 lay on b already
+    assert counted(moved) == (100, 64, 4)
+    moved.count(route("c"), 131, answer(5, "stop", cached=128, storage=128))
+    assert counted(moved) == (100 + 130, 64 + 128, 4 + 2), "the last sampled token has no KV yet"
 
 
 def test_what_an_engine_has_beyond_the_moved_prefix_belongs_to_no_move() -> None:
-    moves = Moves(at=Computed("a", 20))
-    moves.count(route("b"), 200, answer(1, "stop", cached=192, storage=192))
-    assert counted(moves) == (20, 20, 0)
+    moved = MovedPrefixes(at=ComputedPrefix("a", 20))
+    moved.count(route("b"), 200, answer(1, "stop", cached=192, storage=192))
+    assert counted(moved) == (20, 20, 0)
 
 
 def test_a_request_given_up_before_it_began_changes_nothing() -> None:
-    moves = Moves(at=Computed("a", 100))
-    moves.count(route("b"), 120, answer(0))
-    assert counted(moves) == (0, 0, 0) and moves.at == Computed("a", 100)
-    moves.count(route("a"), 120, answer(3, "stop", cached=96))
-    assert counted(moves) == (0, 0, 0)
+    moved = MovedPrefixes(at=ComputedPrefix("a", 100))
+    moved.count(route("b"), 120, answer(0))
+    assert counted(moved) == (0, 0, 0) and moved.at == ComputedPrefix("a", 100)
+    moved.count(route("a"), 120, answer(3, "stop", cached=96))
+    assert counted(moved) == (0, 0, 0)
 
 
 def test_a_restarted_engine_is_elsewhere() -> None:
-    moves = Moves()
-    moves.count(route("a"), 50, answer(7))
-    moves.count(route("a", incarnation="i1"), 57, answer(3, "stop", cached=48, storage=48))
-    assert counted(moves) == (56, 48, 8)
+    moved = MovedPrefixes()
+    moved.count(route("a"), 50, answer(7))
+    moved.count(route("a", incarnation="i1"), 57, answer(3, "stop", cached=48, storage=48))
+    assert counted(moved) == (56, 48, 8)
 
 
 async def test_nobody_waits_for_a_prefix_that_cannot_be_used() -> None:
@@ -72,16 +72,16 @@ async def test_nobody_waits_for_a_prefix_that_cannot_be_used() -> None:
         async def wait(self, tokens: list[int], salt: str, deadline_s: float) -> bool:
             raise Asked(f"{len(tokens)} {salt}")
 
-    kv = Kv(1, RefusingArrival())  # type: ignore[arg-type]
-    moves = Moves()
-    moves.count(route("a", 3, weights="w"), 50, answer(7))
+    kv = PolicyKv(1, RefusingArrival())  # type: ignore[arg-type]
+    moved = MovedPrefixes()
+    moved.count(route("a", 3, weights="w"), 50, answer(7))
     prompt = [0] * 57
-    await moves.arrive(Kv(), route("b", 3, weights="w"), prompt)
-    await moves.arrive(kv, route("a", 3, weights="w"), prompt)
-    await moves.arrive(kv, route("b", 4, weights="w"), prompt)
-    await moves.arrive(kv, route("b", 3, weights="x"), prompt)
+    await moved.arrive(PolicyKv(), route("b", 3, weights="w"), prompt)
+    await moved.arrive(kv, route("a", 3, weights="w"), prompt)
+    await moved.arrive(kv, route("b", 4, weights="w"), prompt)
+    await moved.arrive(kv, route("b", 3, weights="x"), prompt)
     try:
-        await moves.arrive(kv, route("b", 3, weights="w"), prompt)
+        await moved.arrive(kv, route("b", 3, weights="w"), prompt)
     except Asked as asked:
         assert str(asked) == "56 3-w"
     else:

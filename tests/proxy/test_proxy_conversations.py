@@ -11,7 +11,7 @@ from proxy_parts import SPECIAL, SPECIAL_IDS, Harness, ProxyStack, call_text, se
 
 from infra.chat.messages import Message, Tool
 from infra.state import keys
-from proxy.conversation import turn_notes
+from proxy.conversation import stored_turns
 
 
 @pytest.fixture
@@ -225,5 +225,5 @@ async def test_what_the_harness_asked_is_recorded(stack: ProxyStack, harness: Ha
     harness.user("go")
     await harness.turn(temperature=0.2, top_p=0.5, metadata={"x": "1"})
 
-    note = turn_notes.decode(await stack.redis.hget(keys.turns("ep"), "0"))
-    assert note.asked == {"temperature": 0.2, "top_p": 0.5, "metadata": {"x": "1"}}
+    stored = stored_turns.decode(await stack.redis.hget(keys.turns("ep"), "0"))
+    assert stored.asked == {"temperature": 0.2, "top_p": 0.5, "metadata": {"x": "1"}}

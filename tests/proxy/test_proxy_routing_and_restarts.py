@@ -12,7 +12,7 @@ import pytest
 from proxy_parts import QUICK, Harness, ProxyStack, call_text, sequences, until
 
 from infra.state import keys
-from proxy.calls.recorder import OpenCall, Recorder
+from proxy.calls.recorder import Recorder
 from proxy.dialects import openai_chat
 
 TURN = "one two three four five six seven eight<|im_end|>"
@@ -330,8 +330,8 @@ async def test_a_call_that_died_with_its_proxy_is_sampled_again_and_counted(
     request = openai_chat.parse(
         json.dumps({"model": "m", "messages": harness.messages, "tools": harness.tools}).encode(), {}
     )
-    call = OpenCall("dead-proxy", "cell-0", "dead.0", request.digest.hex(), 0.0)
-    await Recorder(stack.redis, "dead-proxy", patience_s=1).open("ep", "dead", call)
+    recorder = Recorder(stack.redis, "dead-proxy", patience_s=1)
+    await recorder.open("ep", "dead", cell="cell-0", engine_rid="dead.0", digest=request.digest)
     await stack.redis.hset(keys.holding("ep"), "dead", "1.0")
     await stack.gateways.pop().stop()
     harness.url = (await stack.proxy()).url

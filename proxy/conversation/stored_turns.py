@@ -1,7 +1,7 @@
-"""Turn notes: the messages behind a call record, kept beside it so that the ledger can be rebuilt.
+"""The messages behind a call record, stored beside it so that a ledger can be rebuilt.
 
-A note is a delta like its record: it names how many nodes of the parent call's path it shares, and lists the nodes
-that the call added with the token position at which each ends. The tokens themselves are in the record.
+A stored turn is a delta like its record: it names how many nodes of the parent call's path it shares, and lists the
+nodes that the call added with the token position at which each ends. The tokens themselves are in the record.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import xxhash
 from infra.chat.messages import Message, Role, Tool, ToolCall
 
 
-class MessageNote(msgspec.Struct, frozen=True, array_like=True):
+class StoredMessage(msgspec.Struct, frozen=True, array_like=True):
     role: str
     content: str
     reasoning: str
@@ -25,10 +25,10 @@ class MessageNote(msgspec.Struct, frozen=True, array_like=True):
     turn_id: str = ""
 
 
-class NodeNote(msgspec.Struct, frozen=True, array_like=True):
+class StoredNode(msgspec.Struct, frozen=True, array_like=True):
     end: int
     """Tokens from the start of the conversation to the end of this node."""
-    message: MessageNote | None
+    message: StoredMessage | None
     """None: the root block, named by ``root``."""
     root: bytes
     synthetic: bool
@@ -38,65 +38,68 @@ class NodeNote(msgspec.Struct, frozen=True, array_like=True):
     partial: bool = False
 
 
-class TurnNote(msgspec.Struct, frozen=True, array_like=True):
+class StoredTurn(msgspec.Struct, frozen=True, array_like=True):
     rid: str
     name: bytes
-    """Of the request, by which it is recognised when it is sent again (``calls.attempt_name``)."""
+    """``ModelRequest.name``, by which the request is recognised when it is sent again."""
     turn_id: str
     cached_tokens: int
     depth: int
     """Nodes shared with the path of the record's parent."""
-    nodes: list[NodeNote]
-    message: MessageNote
+    nodes: list[StoredNode]
+    message: StoredMessage
     """The turn as it was delivered, with the minted ids."""
     asked: dict[str, Any]
     """What the harness asked for and the run decided otherwise, or ignored."""
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(TurnNote)
+_decoder = msgspec.msgpack.Decoder(StoredTurn)
 
 
-def encode(note: TurnNote) -> bytes:
-    return _encoder.encode(note)
+def encode(turn: StoredTurn) -> bytes:
+    return _encoder.encode(turn)
 
 
-def decode(data: bytes) -> TurnNote:
+def decode(data: bytes) -> StoredTurn:
     return _decoder.decode(data)
 
 
-def note_of(message: Message) -> MessageNote:
-    return MessageNote(
+def stored_message(message: Message) -> StoredMessage:
+    return StoredMessage(
         message.role,
         message.content,
         message.reasoning,
-        [(call.id, call.name, call.arguments) for call in message.tool_calls],
+        _calls(message),
         message.tool_call_id,
         message.joined,
         message.turn_id,
     )
 
 
-def message_of(note: MessageNote) -> Message:
+def message_of(stored: StoredMessage) -> Message:
     return Message(
-        role=cast(Role, note.role),
-        content=note.content,
-        reasoning=note.reasoning,
-        tool_calls=tuple(ToolCall(id=id_, name=name, arguments=text) for id_, name, text in note.calls),
-        tool_call_id=note.tool_call_id,
-        joined=note.joined,
-        turn_id=note.turn_id,
+        role=cast(Role, stored.role),
+        content=stored.content,
+        reasoning=stored.reasoning,
+        tool_calls=tuple(ToolCall(id=id_, name=name, arguments=text) for id_, name, text in stored.calls),
+        tool_call_id=stored.tool_call_id,
+        joined=stored.joined,
+        turn_id=stored.turn_id,
     )
 
 
 def message_key(message: Message) -> bytes:
     """Hash of a message as it was sent. What a tool message answers is left out: its tokens don't depend on it."""
-    calls = [(call.id, call.name, call.arguments) for call in message.tool_calls]
-    said = (message.role, message.content, message.reasoning, calls, message.joined, message.turn_id)
-    return xxhash.xxh3_128_digest(_encoder.encode(said))
+    sent = (message.role, message.content, message.reasoning, _calls(message), message.joined, message.turn_id)
+    return xxhash.xxh3_128_digest(_encoder.encode(sent))
 
 
 def root_key(system: Message | None, tools: tuple[Tool, ...]) -> bytes:
     """Hash of what opens a conversation: the system text and the tools in their order."""
     listed = [(tool.name, tool.description, tool.parameters) for tool in tools]
     return xxhash.xxh3_128_digest(_encoder.encode((None if system is None else system.content, listed)))
+
+
+def _calls(message: Message) -> list[tuple[str, str, str]]:
+    return [(call.id, call.name, call.arguments) for call in message.tool_calls]
