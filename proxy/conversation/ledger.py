@@ -2,9 +2,33 @@
 
 Invariant: the tokens of a path only grow at the end. A message that is known keeps the ids that were rendered or
 sampled for it when it first appeared; nothing known is ever tokenised again, and what the policy sampled is never
-re-rendered. An assistant turn is recognised by the ids that the proxy minted, else by its canonical content; one
-that came back in part keeps the sampled ids of that part; one that the policy never said is rendered and counted as
-synthetic. Planning a request changes nothing: what is new joins the tree when the call is recorded.
+re-rendered. Planning a request changes nothing: what is new joins the tree when the call is recorded.
+
+What a message is, below the node with which the request so far ends; the first row that fits. `test_ledger_paths.py`
+has a test of each row's name.
+
+| row | what is seen | what it is |
+|---|---|---|
+| `known_message` | a form that was seen here before | the same node: the same ids |
+| `longer_user_message` | a recorded user message, a new line, and more | its ids, then those of the rest |
+| `new_text` | other text of the user, the system or a tool | rendered |
+| `minted_id` | a turn with an id that the proxy minted, and all its calls | that turn; `mutated` if its text changed |
+| `first_calls_only` | such a turn with its first calls only | the sampled ids up to there, `partial` |
+| `other_calls` | such a turn with other calls than its first | never said |
+| `same_content` | without such an id, what a turn sampled here says | that turn: of several the one that thought so |
+| `text_without_calls` | without an id, the text of a turn sampled here | the sampled ids up to its calls, `partial` |
+| `content_elsewhere` | without an id, what a turn sampled anywhere says | a copy of that turn |
+| `other_prefix` | a turn that was sampled under another prefix | a copy: the same ids, as context |
+| `never_said` | any other turn of the assistant | rendered, counted as `synthetic` |
+
+What a call adds to those that are recorded:
+
+| row | what is seen | `parent` and `kept` |
+|---|---|---|
+| `nothing_recorded` | no node of the path is recorded | -1, 0 |
+| `sampled_again` | all are, and a turn was sampled below the last | the latest such call, with its generation prompt |
+| `shared_beginning` | the first new node has the first ids of a sibling | the sibling's call, as far as they agree |
+| `goes_on` | anything else | the call of the last recorded node, to that node's end |
 
 The ledger does no I/O. It knows messages, token ids and call numbers; it knows neither HTTP nor Redis nor engines.
 """

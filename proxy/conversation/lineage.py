@@ -6,6 +6,40 @@ with. What the harness says of itself (``Hints``) decides only where that shows 
 Invariant: ``place`` changes nothing. All that it needs comes from ``observe``, that is from records and their notes, so
 a lineage that is rebuilt places every request as the one that lived through the calls.
 
+Whose a request is, and what for; the first row that fits. `test_lineage.py` has a test of each row's name.
+
+| row | what is seen: no sampled turn, and | what it is |
+|---|---|---|
+| `marked_side` | the harness says that it is no part of the work | a side call |
+| `announced_summary` | in it the text of an announced summary | its window: `compaction` |
+| `prompt_of_a_tool_call` | its prompt is an argument of a tool call that has no agent yet | its sub-agent, as it is named |
+| `unannounced_summary` | in it the text of a turn that nothing went on from | its window: `compaction` |
+| `named_agent` | the harness names a sub-agent | that one |
+| `prompt_of_another` | its prompt is that of a sub-agent | a sub-agent of that name |
+| `unnamed_sub_agent` | the harness says that it is a sub-agent's | one named by the request |
+| `rewritten_summary` | an announced summary has no window yet | its window: `compaction` |
+| `alone_without_tools` | no tools, though the agents have some | a side call |
+| `main_agent` | nothing of these | the main agent's |
+| | **what is seen: sampled turns, and** | |
+| `given_conversation` | a new sub-agent's prompt after the last of them | that sub-agent's |
+| `goes_on` | the last is the latest of its line, whole and under its own prefix | "" |
+| `kept_tail` | a summary after all of them opens it | its window: `compaction` |
+| `asks_for_a_summary` | the harness says that it asks for one | `summary` |
+
+Any other belongs to the agent of its last own turn, and forks:
+
+| row | what is seen | `fork` |
+|---|---|---|
+| `first_of_its_agent` | nothing was said by that agent | `agent`; "" for the first call of all |
+| `same_request` | the agent's latest request once more | `sample` |
+| `other_answer` | it goes on from another answer to the latest request | `sample` |
+| `turn_nobody_said` | a turn that the policy never said comes last | `resume` |
+| `part_of_a_turn` | the last turn came back in part | `resume` |
+| `changed_opening` | all turns are copies, up to the latest | `opening` |
+| `turns_without_output` | what is missing said nothing | `dropped` |
+| `unanswered_calls` | what is missing only called tools, and the user speaks | `dropped` |
+| `unexplained` | nothing of these | `unexplained` |
+
 An agent's calls make *threads*: the line of calls of one conversation, on through its compactions. Side calls and
 summaries are no part of the line. Two agents with equal requests in flight may get one name, but never one thread.
 

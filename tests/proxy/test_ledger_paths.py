@@ -4,8 +4,10 @@ rebuilt from records and notes plans every request as the one that lived through
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -108,7 +110,7 @@ def results(message: Message, text: str = "done") -> list[Message]:
     return [Message(role="tool", content=text, tool_call_id=call.id) for call in message.tool_calls]
 
 
-def test_a_turn_that_comes_back_without_its_last_calls_keeps_the_sampled_tokens_before_them(
+def test_first_calls_only_keep_the_sampled_tokens_before_them(
     renderer: ChatMLRenderer,
 ) -> None:
     episode = Recorded(renderer, Ledger(renderer))
@@ -126,7 +128,7 @@ def test_a_turn_that_comes_back_without_its_last_calls_keeps_the_sampled_tokens_
     assert (record.parent, record.kept) == (0, len(plan.prompt) + cut)
 
 
-def test_a_turn_the_policy_never_said_is_rendered_and_counted(renderer: ChatMLRenderer) -> None:
+def test_never_said_a_turn_is_rendered_and_counted(renderer: ChatMLRenderer) -> None:
     episode = Recorded(renderer, Ledger(renderer))
     first = [Message(role="user", content="go")]
     _, turn, _ = episode.say(request(first), "one")
@@ -135,7 +137,7 @@ def test_a_turn_the_policy_never_said_is_rendered_and_counted(renderer: ChatMLRe
     assert (plan.synthetic, plan.place.fork) == (1, "resume")
 
 
-def test_a_kept_tail_under_a_summary_has_the_same_tokens(renderer: ChatMLRenderer) -> None:
+def test_other_prefix_a_kept_tail_under_a_summary_has_the_same_tokens(renderer: ChatMLRenderer) -> None:
     episode = Recorded(renderer, Ledger(renderer))
     first = [Message(role="user", content="go")]
     _, one, _ = episode.say(request(first), "one", calls=1)
@@ -148,7 +150,7 @@ def test_a_kept_tail_under_a_summary_has_the_same_tokens(renderer: ChatMLRendere
     assert [(turn.seq, turn.own, turn.whole) for turn in plan.turns] == [(1, False, True)]
 
 
-def test_a_block_appended_to_the_last_message_branches_inside_it(renderer: ChatMLRenderer) -> None:
+def test_new_text_in_the_last_message_branches_inside_it(renderer: ChatMLRenderer) -> None:
     episode = Recorded(renderer, Ledger(renderer))
     first = [Message(role="user", content="go")]
     plan, _, _ = episode.say(request(first), "one")
@@ -156,6 +158,108 @@ def test_a_block_appended_to_the_last_message_branches_inside_it(renderer: ChatM
     header = len(plan.header)
     assert longer.prompt[: len(plan.prompt) - header] == plan.prompt[: len(plan.prompt) - header]
     assert (longer.parent, longer.kept) == (0, len(plan.prompt) - header)
+
+
+GO = Message(role="user", content="go")
+
+
+def begun(renderer: ChatMLRenderer, text: str = "one", calls: int = 0) -> tuple[Recorded, list[int], Message]:
+    """An episode with one call; the tokens of its prompt without the generation prompt, and its turn."""
+    episode = Recorded(renderer, Ledger(renderer))
+    plan, turn, _ = episode.say(request([GO]), text, calls)
+    return episode, list(plan.prompt[: len(plan.prompt) - len(plan.header)]), turn
+
+
+def continued(turn: Message, **changes: Any) -> ModelRequest:
+    """The request that goes on from a turn in the form in which a harness sends it back."""
+    sent = msgspec.structs.replace(turn, **changes)
+    return request([GO, sent, *(results(sent) or [GO])])
+
+
+def test_known_message_is_not_tokenised_again(renderer: ChatMLRenderer, monkeypatch: pytest.MonkeyPatch) -> None:
+    episode, _, turn = begun(renderer)
+    asked = continued(turn)
+    episode.say(asked, "two")
+    monkeypatch.setattr(renderer, "message", lambda *_, **__: pytest.fail("it is known"))
+    assert list(episode.ledger.plan(asked).prompt) == [*episode.sequence(1)[: len(episode.ledger.plan(asked).prompt)]]
+
+
+def test_longer_user_message_keeps_the_tokens_of_the_shorter(renderer: ChatMLRenderer) -> None:
+    episode, before, _ = begun(renderer)
+    message = episode.ledger.turns[0].parent
+    assert message is not None
+    for text, keeps in (("go\non", True), ("gone", False)):
+        plan = episode.ledger.plan(request([Message(role="user", content=text)]))
+        assert (plan.leaf.twin is message) == keeps
+        assert (list(plan.prompt[: len(before)]) == before and plan.kept == len(before)) == keeps
+
+
+def test_minted_id_is_the_turn_whatever_its_text_says(renderer: ChatMLRenderer) -> None:
+    episode, _, turn = begun(renderer, calls=1)
+    for changes, mutated in (({}, False), ({"content": "another text"}, True), ({"reasoning": ""}, False)):
+        for ids in ({}, {"turn_id": ""}):
+            plan = episode.ledger.plan(continued(turn, **changes, **ids))
+            assert list(plan.prompt[: len(episode.sequence(0))]) == episode.sequence(0)
+            assert plan.mutated == mutated and [(c.seq, c.own, c.whole) for c in plan.turns] == [(0, True, True)]
+
+
+def test_other_calls_than_the_turns_first_were_never_said(renderer: ChatMLRenderer) -> None:
+    episode, _, turn = begun(renderer, calls=2)
+    plan = episode.ledger.plan(continued(turn, tool_calls=turn.tool_calls[1:]))
+    assert (plan.turns, plan.synthetic) == ((), 1)
+
+
+def test_same_content_is_the_turn_that_had_the_same_thought(renderer: ChatMLRenderer) -> None:
+    episode, _, first = begun(renderer)
+    _, latest, _ = episode.say(request([GO]), "one")
+    assert first.content == latest.content and first.reasoning != latest.reasoning
+    for turn, seq in ((first, 0), (latest, 1), (msgspec.structs.replace(first, reasoning=""), 1)):
+        plan = episode.ledger.plan(continued(turn, turn_id="", content=f" {turn.content}\n"))
+        assert [(c.seq, c.own, c.whole) for c in plan.turns] == [(seq, True, True)]
+
+
+def test_text_without_calls_is_the_turns_beginning(renderer: ChatMLRenderer) -> None:
+    episode, before, turn = begun(renderer, "I look", calls=1)
+    plan = episode.ledger.plan(continued(turn, turn_id="", tool_calls=()))
+    assert [(c.seq, c.own, c.whole) for c in plan.turns] == [(0, False, False)] and plan.synthetic == 0
+    assert plan.kept > len(before) + len(plan.header)
+
+
+def test_content_elsewhere_is_copied_unless_it_is_empty(renderer: ChatMLRenderer) -> None:
+    for text, copied in (("one", True), ("", False)):
+        episode, _, turn = begun(renderer, text)
+        sent = msgspec.structs.replace(turn, turn_id="")
+        plan = episode.ledger.plan(request([Message(role="user", content="so far"), sent, GO]))
+        assert [(c.seq, c.own, c.whole) for c in plan.turns] == ([(0, False, True)] if copied else [])
+        assert plan.synthetic == (not copied)
+
+
+def test_nothing_recorded_means_no_parent(renderer: ChatMLRenderer) -> None:
+    episode, before, _ = begun(renderer)
+    other = episode.ledger.plan(request([GO], system="another"))
+    assert (other.parent, other.kept, other.shared, len(other.added)) == (-1, 0, 0, 2)
+    assert list(other.prompt_ids) == list(other.prompt) != before
+
+
+def test_sampled_again_keeps_the_whole_prompt_of_the_latest_sample(renderer: ChatMLRenderer) -> None:
+    episode, before, _ = begun(renderer)
+    for latest in range(3):
+        plan = episode.ledger.plan(request([GO]))
+        assert (plan.parent, plan.kept, list(plan.prompt_ids)) == (latest, len(before) + len(plan.header), [])
+        episode.say(request([GO]), f"sample {latest}")
+
+
+def test_shared_beginning_is_kept_of_the_siblings_call(renderer: ChatMLRenderer) -> None:
+    episode, before, _ = begun(renderer)
+    episode.say(request([Message(role="user", content="other")]), "two")
+    plan = episode.ledger.plan(request([Message(role="user", content="go\non")]))
+    assert (plan.parent, plan.kept) == (0, len(before))
+
+
+def test_goes_on_from_the_last_recorded_node(renderer: ChatMLRenderer) -> None:
+    episode, _, turn = begun(renderer)
+    plan = episode.ledger.plan(continued(turn))
+    assert (plan.parent, plan.kept, plan.shared) == (0, len(episode.sequence(0)), 3)
 
 
 @settings(max_examples=150, deadline=None)

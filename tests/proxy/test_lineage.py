@@ -30,7 +30,7 @@ def explained(story: Story) -> bool:
     return "unexplained" not in story.forks
 
 
-def test_a_plain_loop_is_one_line_of_the_root_agent() -> None:
+def test_goes_on_in_a_plain_loop_as_one_line_of_the_root_agent() -> None:
     story = Story()
     story.call(steps(story, [user("go")], 15), "done")
     assert story.forks == [""] * 16 and set(story.agents) == {"root"}
@@ -134,7 +134,7 @@ def test_equal_sub_agents_that_nothing_tells_apart_still_have_a_window_each() ->
     assert story.kinds == {0: "main", 5: "sub_agent", 6: "sub_agent"}
 
 
-def test_more_agents_with_one_prompt_than_calls_that_ask_for_it_share_a_name() -> None:
+def test_prompt_of_another_when_more_agents_have_it_than_calls_ask_for_it() -> None:
     story = Story()
     story.call([user("go")], "", ("task", EXPLORE))
     for system in ("sub", "another sub"):
@@ -142,7 +142,7 @@ def test_more_agents_with_one_prompt_than_calls_that_ask_for_it_share_a_name() -
     assert story.agents[1:] == ["root/0.0", "root/0.0"] and story.forks[1:] == ["agent", "agent"]
 
 
-def test_a_sub_agent_in_the_background_may_ask_after_its_tool_call_was_answered() -> None:
+def test_prompt_of_a_tool_call_that_was_answered_may_be_of_a_sub_agent_in_the_background() -> None:
     story = Story()
     main = [user("go")]
     turn = story.call(main, "", ("task", {"items": [{"text": " look for foxes\n"}]}))
@@ -151,7 +151,7 @@ def test_a_sub_agent_in_the_background_may_ask_after_its_tool_call_was_answered(
     assert story.agents[-1] == "root/0.0" and story.forks[-1] == "agent"
 
 
-def test_a_sub_agent_that_is_given_its_parents_conversation_is_an_agent_of_its_own() -> None:
+def test_given_conversation_of_its_parent_a_sub_agent_is_an_agent_of_its_own() -> None:
     story = Story()
     main = [user("go")]
     turn = story.call(main, "", ("task", EXPLORE))
@@ -175,7 +175,7 @@ def test_codex_compacts_without_tools_and_its_next_window_keeps_the_users_messag
         assert not story.disagreements
 
 
-def test_a_compaction_that_came_to_nothing_leaves_the_line_as_it_was() -> None:
+def test_asks_for_a_summary_that_comes_to_nothing_and_leaves_the_line_as_it_was() -> None:
     for tools, hint in (((), None), ((), True), (TOOLS, True)):
         story = Story()
         main = steps(story, [user("go")], 3)
@@ -205,7 +205,7 @@ def test_a_summary_that_was_not_announced_though_others_were_is_a_disagreement()
     assert len(story.disagreements) == 1 and explained(story)
 
 
-def test_a_short_summary_counts_only_when_it_was_announced() -> None:
+def test_announced_summary_counts_though_it_is_short() -> None:
     for hint, fork in ((True, "compaction"), (None, "unexplained")):
         story = Story()
         main = steps(story, [user("go")], 2)
@@ -214,7 +214,7 @@ def test_a_short_summary_counts_only_when_it_was_announced() -> None:
         assert story.forks[-1] == fork
 
 
-def test_an_announced_summary_that_the_harness_rewrote_opens_the_next_window() -> None:
+def test_rewritten_summary_that_was_announced_opens_the_next_window() -> None:
     story = Story()
     main = steps(story, [user("go")], 2)
     story.call([*main, user("summarise")], SUMMARY, summary=True)
@@ -284,7 +284,7 @@ def test_a_main_agent_that_repeats_the_prompt_of_an_answered_call_is_believed() 
     assert story.agents[-1] == "root" and not story.disagreements
 
 
-def test_the_marked_part_of_a_summary_reappears_without_its_analysis_and_with_other_blanks() -> None:
+def test_unannounced_summary_reappears_without_its_analysis_and_with_other_blanks() -> None:
     story = Story()
     main = steps(story, [user("go")], 2)
     story.call([*main, user("summarise")], MARKED)
@@ -326,7 +326,7 @@ def test_opencode_asks_for_a_title_first() -> None:
         assert story.kinds == {0: "side", 4: "main"}
 
 
-def test_a_call_that_stands_alone_without_tools_is_a_side_call() -> None:
+def test_alone_without_tools_a_call_is_a_side_call() -> None:
     story = Story()
     main = steps(story, [user("go")], 2)
     side = story.call([user("is this safe?")], "yes", tools=(), system="judge")
@@ -348,7 +348,7 @@ def test_qwen_codes_preamble_is_no_fork() -> None:
     assert story.agents[3] == "root/2.0"
 
 
-def test_a_turn_without_visible_output_is_dropped() -> None:
+def test_turns_without_output_are_dropped() -> None:
     story = Story()
     main = steps(story, [user("go")], 2)
     story.call(main, "\n")
@@ -366,7 +366,7 @@ def test_the_first_turn_of_all_may_be_dropped() -> None:
     assert story.forks == ["", "dropped"] and story.kinds == {0: "dead", 1: "main"}
 
 
-def test_a_harness_killed_while_a_tool_ran_sends_back_part_of_the_turn() -> None:
+def test_part_of_a_turn_comes_back_from_a_harness_killed_while_a_tool_ran() -> None:
     story = Story()
     main = steps(story, [user("go")], 2)
     turn = story.call(main, "I try", ("bash", {"command": "sleep 9"}))
@@ -377,7 +377,7 @@ def test_a_harness_killed_while_a_tool_ran_sends_back_part_of_the_turn() -> None
     assert story.kinds == {2: "dead", 5: "main"}
 
 
-def test_a_harness_killed_while_a_tool_ran_may_lose_a_turn_that_said_nothing_else() -> None:
+def test_unanswered_calls_may_be_lost_by_a_harness_killed_while_a_tool_ran() -> None:
     story = Story()
     main = steps(story, [user("go")], 2)
     story.call(main, "", ("bash", {"command": "sleep 9"}))
@@ -386,7 +386,7 @@ def test_a_harness_killed_while_a_tool_ran_may_lose_a_turn_that_said_nothing_els
 
 
 @pytest.mark.parametrize("answered", ["before", "after", "never"])
-def test_a_harness_killed_while_a_call_was_in_flight_adds_a_turn_that_nobody_said(answered: str) -> None:
+def test_turn_nobody_said_is_added_by_a_harness_killed_while_a_call_was_in_flight(answered: str) -> None:
     story = Story()
     main = steps(story, [user("go")], 2)
     lost = story.ask(main)
@@ -403,7 +403,7 @@ def test_a_harness_killed_while_a_call_was_in_flight_adds_a_turn_that_nobody_sai
     assert story.kinds[len(story.records) - 1] == "main" and list(story.kinds.values()).count("main") == 1
 
 
-def test_a_changed_opening_makes_copies_of_the_turns_and_a_window_of_its_own() -> None:
+def test_changed_opening_makes_copies_of_the_turns_and_a_window_of_its_own() -> None:
     for how in ({"tools": (BASH,)}, {"system": "today is another day"}):
         story = Story()
         main = steps(story, [user("go")], 3)
@@ -412,7 +412,7 @@ def test_a_changed_opening_makes_copies_of_the_turns_and_a_window_of_its_own() -
         assert story.kinds == {2: "main", 5: "main"}
 
 
-def test_the_same_request_once_more_is_another_sample() -> None:
+def test_same_request_once_more_is_another_sample() -> None:
     story = Story()
     main = steps(story, [user("go")], 2)
     first, second = story.call(main, "a", ("bash", {})), story.call(main, "b", ("bash", {}))
@@ -432,7 +432,7 @@ def test_duplicates_in_flight_fork_nothing_whichever_is_used() -> None:
         assert story.kinds == {2 - used: "dead", 3: "main"}
 
 
-def test_what_nothing_explains_is_said_to_be_unexplained() -> None:
+def test_unexplained_is_what_nothing_explains() -> None:
     story = Story()
     main = steps(story, [user("go")], 3)
     story.call([*main[:-2], user("forget that")], "done")
@@ -451,13 +451,71 @@ def test_a_harness_that_contradicts_the_conversation_is_heard_but_not_believed()
     assert len(story.places[1].disagreements) == len(story.places[2].disagreements) == 1
 
 
-def test_hints_decide_where_the_conversation_shows_nothing() -> None:
+def test_named_agent_is_believed_where_the_conversation_shows_nothing() -> None:
     story = Story()
     story.call([user("go")], "", ("task", EXPLORE))
     for hints in ({"agent": "a1"}, {"agent": "b", "parent": "a1"}, {"sub_agent": True}, {"agent": "3.1"}):
         story.call([user(f"wrapped: look for foxes {hints}")], "none", system="sub", **hints)
     assert story.agents[1:3] == ["root/a1", "root/a1/b"] and story.agents[4] == "root/id-3.1"
     assert story.agents[3].startswith("root/~") and story.forks[1:] == ["agent"] * 4
+
+
+def test_unnamed_sub_agent_is_named_by_its_request() -> None:
+    story = Story()
+    steps(story, [user("go")], 1)
+    for prompt in ("look", "look", "look elsewhere"):
+        story.call([user(prompt)], "none", system="sub", sub_agent=True)
+    first, again, other = story.agents[1:]
+    assert first == again != other and first.startswith("root/~")
+    assert story.forks[1:] == ["agent", "sample", "agent"]
+
+
+def test_marked_side_it_is_a_side_call_though_it_has_tools_and_a_summary_in_it() -> None:
+    story = Story()
+    main = steps(story, [user("go")], 2)
+    story.call([*main, user("summarise")], SUMMARY, summary=True)
+    story.call([user(f"a title for: {SUMMARY}")], "Foxes", side=True)
+    place = story.places[-1]
+    assert (place.agent, place.side, place.fork, place.compacts) == ("root", True, "side", -1)
+    story.call([user(f"so far: {SUMMARY}")], "done")
+    assert story.forks[-1] == "compaction", "the title has not taken the summary"
+
+
+def test_main_agent_has_what_shows_nothing_else() -> None:
+    story = Story()
+    story.call([user("go")], "I ask", ("task", EXPLORE))
+    story.call([user("something else")], "done", system="another")
+    assert story.agents == ["root", "root"] and story.forks == ["", "unexplained"]
+
+
+def test_first_of_its_agent_only_the_first_call_of_all_forks_nothing() -> None:
+    story = Story()
+    story.call([user("look")], "none", system="sub", agent="a1")
+    story.call([user("go")], "done")
+    story.call([user("deeper")], "none", system="sub", agent="b")
+    assert story.agents == ["root/a1", "root", "root/b"] and story.forks == ["agent"] * 3
+    alone = Story()
+    alone.call([user("go")], "done")
+    assert alone.forks == [""]
+
+
+def test_kept_tail_under_a_summary_opens_a_window_and_turns_after_it_do_not() -> None:
+    story = Story()
+    main = steps(story, [user("go")], 2)
+    story.call([*main, user("summarise")], SUMMARY)
+    window = [user(f"so far: {SUMMARY}"), *main[-2:]]
+    turn = story.call(window, "I go on", ("bash", {}))
+    assert story.forks[-1] == "compaction" and story.places[-1].compacts == 2
+    story.call([*window, turn, *results(turn)], "done")
+    assert story.forks[-1] == "" and story.places[-1].compacts == -1
+
+
+def test_other_answer_to_the_latest_request_is_gone_on_from() -> None:
+    story = Story()
+    main = steps(story, [user("go")], 2)
+    first, _ = story.call(main, "a", ("bash", {})), story.call(main, "b", ("bash", {}))
+    story.call([*main, first, *results(first)], "done")
+    assert story.forks[-1] == "sample" and story.records[-1].parent == 2
 
 
 WORDS = ["", " ", "ok", SUMMARY, SUMMARY.upper(), MARKED, "look for foxes", "deeper", "done"]
