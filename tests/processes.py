@@ -56,7 +56,8 @@ class ProxyProcess:
         self.url = f"http://127.0.0.1:{port}"
 
     def children(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children()
+        children: list[psutil.Process] = psutil.Process(self.process.pid).children()
+        return children
 
     def serving(self) -> list[psutil.Process]:
         """The processes that answer."""

@@ -12,7 +12,7 @@ Whose a request is, and what for; the first row that fits. `test_lineage.py` has
 |---|---|---|
 | `marked_side` | the harness says that it is no part of the work | a side call |
 | `announced_summary` | in it the text of an announced summary | its window: `compaction` |
-| `prompt_of_a_tool_call` | its prompt is an argument of a tool call that has no agent yet | its sub-agent, as it is named |
+| `prompt_of_a_tool_call` | its prompt is an argument of a tool call without an agent | its sub-agent, as it is named |
 | `unannounced_summary` | in it the text of a turn that nothing went on from | its window: `compaction` |
 | `named_agent` | the harness names a sub-agent | that one |
 | `prompt_of_another` | its prompt is that of a sub-agent | a sub-agent of that name |
