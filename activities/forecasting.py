@@ -91,7 +91,7 @@ class Forecasts:
                 return step
             made = Made(outlook, ended, now + FRESH_S + outlook.tail_s / 50)
             open_steps = {(view.run, other.step) for other in view.steps}
-            self._made = {other: one for other, one in self._made.items() if other in open_steps}
+            self._made = {other: kept for other, kept in self._made.items() if other in open_steps}
             self._made[key] = made
         return step.model_copy(update={"outlook": made.outlook})
 

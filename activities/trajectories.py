@@ -18,7 +18,8 @@ from activities.services import Services
 from infra.state import keys
 from infra.state.record_names import seal_name
 from infra.state.redis import as_bytes
-from trajectory.process import GradedEpisode, process_group
+from trajectory.episode import GradedEpisode
+from trajectory.process import process_group
 from trajectory.records import MOVED, CallRecord, RecordError, decode_chain
 from trajectory.seal import seal
 from trajectory.tree import EpisodeTree
@@ -32,7 +33,7 @@ KEEP_RECORDS_S = 7 * 24 * 3600
 class Loaded:
     """An episode with its records as they lie in Redis."""
 
-    episode: EpisodeResult
+    result: EpisodeResult
     data: list[bytes]
     records: list[CallRecord]
     tree: EpisodeTree | None
@@ -40,7 +41,7 @@ class Loaded:
 
     @property
     def name(self) -> str:
-        return self.episode.exit.records or self.episode.episode
+        return self.result.exit.records or self.result.episode
 
 
 class TrajectoryActivities:
@@ -57,12 +58,9 @@ class TrajectoryActivities:
         return result
 
     def _process(self, group: ProcessInput, loaded: list[Loaded]) -> GroupResult:
-        for one in loaded:
-            self._seal(one, group)
-        inputs = [
-            GradedEpisode(episode=one.name, records=one.records, reward=one.episode.reward, tree=one.tree)
-            for one in loaded
-        ]
+        for episode in loaded:
+            self._seal(episode, group)
+        inputs = [GradedEpisode(e.name, e.records, e.result.reward, e.tree) for e in loaded]
         processed = process_group(inputs, group.trajectory)
         stats = processed.stats
         micro_steps = []
@@ -78,24 +76,25 @@ class TrajectoryActivities:
                 stats.packed_tokens,
                 group.trajectory.token_budget,
             )
-        episodes = [one.episode.episode for one in loaded]
+        results = [episode.result for episode in loaded]
+        records = [record for episode in loaded for record in episode.records]
+        rewards = [result.reward for result in results if result.reward is not None]
         details = {
             "group": group.group,
             "task": group.task,
-            "episodes": episodes,
+            "episodes": [result.episode for result in results],
             "stats": stats.model_dump(),
-            "excluded": dict(Counter(one.episode.outcome.value for one in loaded if one.episode.reward is None)),
+            "excluded": dict(Counter(result.outcome.value for result in results if result.reward is None)),
             "normaliser": processed.normaliser,
             "recomputed_tokens": recomputed,
         }
-        rewards = [one.episode.reward for one in loaded if one.episode.reward is not None]
         return GroupResult(
             group=group.group,
             task=group.task,
             valid=len(rewards),
             passed=sum(reward == 1 for reward in rewards),
             reward_sum=sum(rewards),
-            outcomes=dict(Counter(one.episode.outcome.value for one in loaded)),
+            outcomes=dict(Counter(result.outcome.value for result in results)),
             reason=stats.reason if group.train else "",
             micro_steps=micro_steps,
             normaliser=processed.normaliser,
@@ -103,10 +102,10 @@ class TrajectoryActivities:
             sampled_tokens=stats.sampled_tokens,
             trained_tokens=stats.trained_tokens if group.train else 0,
             oldest_version=-1 if stats.oldest_version is None else stats.oldest_version,
-            active_s=sum(one.episode.exit.active_s for one in loaded),
-            held_s=sum(one.episode.exit.held_s for one in loaded),
-            moved_calls=sum(len(record.cells) > 1 for one in loaded for record in one.records),
-            **{name: sum(getattr(record, name) for one in loaded for record in one.records) for name in MOVED},
+            active_s=sum(result.exit.active_s for result in results),
+            held_s=sum(result.exit.held_s for result in results),
+            moved_calls=sum(len(record.cells) > 1 for record in records),
+            **{name: sum(getattr(record, name) for record in records) for name in MOVED},
             stats_ref=self._blobs.put(orjson.dumps(details)),
         )
 
@@ -115,17 +114,17 @@ class TrajectoryActivities:
         data = [as_bytes(item) for item in await self._redis.lrange(keys.calls(name), 0, -1)]
         return await asyncio.to_thread(_read, episode, data)
 
-    def _seal(self, one: Loaded, group: ProcessInput) -> None:
+    def _seal(self, episode: Loaded, group: ProcessInput) -> None:
         about = {
-            **one.episode.model_dump(mode="json"),
+            **episode.result.model_dump(mode="json"),
             "task": group.task,
             "step": group.step,
             "version": group.version,
-            "records_ref": self._blobs.put(pack_records(one.data)),
-            "tree_ref": self._blobs.put(seal(one.tree, one.records)) if one.tree else "",
-            "calls": len(one.data),
+            "records_ref": self._blobs.put(pack_records(episode.data)),
+            "tree_ref": self._blobs.put(seal(episode.tree, episode.records)) if episode.tree else "",
+            "calls": len(episode.data),
         }
-        self._blobs.put_named(seal_name(one.name), orjson.dumps(about, option=orjson.OPT_INDENT_2))
+        self._blobs.put_named(seal_name(episode.name), orjson.dumps(about, option=orjson.OPT_INDENT_2))
 
     async def _expire(self, group: ProcessInput) -> None:
         async with self._redis.pipeline(transaction=False) as pipe:

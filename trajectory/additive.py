@@ -18,10 +18,10 @@ EDGES: Final = tuple(LOWEST * 10 ** (k / BINS_PER_DECADE) for k in range(10 * BI
 Neighbouring edges are 15 % apart, which is how exact a quantile is."""
 
 
-def add(one: Mapping[str, Any], two: Mapping[str, Any]) -> dict[str, Any]:
+def add(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
     """Numbers by sum, names that begin with ``max_`` by maximum, mappings name by name; a missing name is zero."""
-    total: dict[str, Any] = dict(one)
-    for name, value in two.items():
+    total: dict[str, Any] = dict(left)
+    for name, value in right.items():
         if name not in total:
             total[name] = value
         elif isinstance(value, Mapping):

@@ -128,7 +128,7 @@ def summary(gauges: Gauges) -> dict[str, float]:
     sequences = loss.get("sequence_log_ratio", {})
     everywhere = add_all(sequences.values())
     token_top, sequence_top = loss.get("max_token_delta"), loss.get("max_sequence_log_ratio")
-    found = {
+    numbers = {
         "token_log_ratio": _share(loss.get("sum_delta"), loss.get("targets")),
         "token_abs": _share(loss.get("sum_abs_delta"), loss.get("targets")),
         "token_p99": _at_most(quantile(loss.get("token_delta", {}), 0.99), token_top),
@@ -150,10 +150,10 @@ def summary(gauges: Gauges) -> dict[str, float]:
     }
     for sign in SIGNS:
         calls = gauges.malformed.get(sign, {})
-        found[f"clipped_{sign}"] = _share(loss.get(f"clipped_{sign}"), loss.get(sign))
-        found[f"outside_{sign}"] = _share(loss.get(f"outside_{sign}"), loss.get(sign))
-        found[f"malformed_{sign}"] = _share(calls.get("malformed_calls"), calls.get("calls"))
-    return {name: float(f"{value:.4g}") for name, value in found.items() if value is not None}
+        numbers[f"clipped_{sign}"] = _share(loss.get(f"clipped_{sign}"), loss.get(sign))
+        numbers[f"outside_{sign}"] = _share(loss.get(f"outside_{sign}"), loss.get(sign))
+        numbers[f"malformed_{sign}"] = _share(calls.get("malformed_calls"), calls.get("calls"))
+    return {name: float(f"{value:.4g}") for name, value in numbers.items() if value is not None}
 
 
 MEANING: Final = {

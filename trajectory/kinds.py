@@ -118,15 +118,15 @@ def _alone(records: Sequence[CallRecord], windows: Sequence[int], roles: Sequenc
 def _continued_calls(records: Sequence[CallRecord]) -> list[int]:
     """For each call, the ``seq`` of the last call whose whole sequence it keeps, -1 for none."""
     lengths: list[int] = []
-    found: list[int] = []
+    continued: list[int] = []
     for record in records:
         lengths.append(record.kept + (len(record.prompt_bytes) + len(record.output_bytes)) // 4)
         call, kept = record.parent, record.kept
         while call >= 0 and kept < lengths[call]:
             kept = min(kept, records[call].kept)
             call = records[call].parent
-        found.append(call)
-    return found
+        continued.append(call)
+    return continued
 
 
 def _windows(records: Sequence[CallRecord], continues: Sequence[int], roles: Sequence[CallRole]) -> list[int]:

@@ -44,7 +44,7 @@ class EpisodeShape:
         """
         rank = {trajectory: position for position, trajectory in enumerate(self.order)}
         seen: list[tuple[int, int]] = []
-        found: list[tuple[int, int]] = []
+        prefixes: list[tuple[int, int]] = []
         for position, trajectory in enumerate(trajectories):
             here = (rank[trajectory], position)
             at = bisect_left(seen, here)
@@ -54,11 +54,11 @@ class EpisodeShape:
                 common = min(self.common[low:high])
                 if common > shared:
                     best, shared = of, common
-            while best >= 0 and found[best][1] >= shared:
-                best = found[best][0]
-            found.append((best, shared))
+            while best >= 0 and prefixes[best][1] >= shared:
+                best = prefixes[best][0]
+            prefixes.append((best, shared))
             insort(seen, here)
-        return found
+        return prefixes
 
 
 @dataclass(frozen=True)

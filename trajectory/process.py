@@ -16,25 +16,13 @@ import numpy.typing as npt
 
 from trajectory.advantage import group_advantage
 from trajectory.config import TrajectoryConfig
-from trajectory.kinds import classify
+from trajectory.episode import BuiltEpisode, GradedEpisode, build
 from trajectory.micro_step import MicroStep
 from trajectory.packing import EpisodeShape, PackMembers, pack
-from trajectory.records import CallRecord
 from trajectory.reduction import REDUCTIONS
-from trajectory.selection import Selection, Trajectory, select
+from trajectory.selection import Trajectory
 from trajectory.stats import GroupStats, group_stats
 from trajectory.tree import UNSAMPLED, EpisodeTree
-
-
-@dataclass(frozen=True)
-class GradedEpisode:
-    episode: str
-    records: Sequence[CallRecord]
-    """All calls in ``seq`` order. Those of an excluded episode are counted but not examined."""
-    reward: float | None
-    """In [0, 1]; None excludes the episode."""
-    tree: EpisodeTree | None = None
-    """Of ``records``; None has it built where it is needed."""
 
 
 @dataclass(frozen=True)
@@ -48,18 +36,6 @@ class ProcessedGroup:
     """Tokens of the micro-steps that are computed again because trajectories that share them had to be split."""
 
 
-@dataclass(frozen=True)
-class _BuiltEpisode:
-    tree: EpisodeTree
-    selection: Selection
-    shape: EpisodeShape
-    weights: list[float]
-
-    @property
-    def targets(self) -> int:
-        return sum(t.targets for t in self.selection.trajectories)
-
-
 def process_group(episodes: Sequence[GradedEpisode], config: TrajectoryConfig) -> ProcessedGroup:
     """Micro-steps of one group.
 
@@ -67,10 +43,10 @@ def process_group(episodes: Sequence[GradedEpisode], config: TrajectoryConfig) -
     ValueError on a repeated episode id or a reward outside [0, 1].
     """
     episodes = sorted(episodes, key=lambda e: e.episode)
-    for one, other in pairwise(episodes):
-        if one.episode == other.episode:
-            raise ValueError(f"episode {one.episode} is twice in its group")
-    built = [None if e.reward is None else _build(e, config) for e in episodes]
+    for episode, following in pairwise(episodes):
+        if episode.episode == following.episode:
+            raise ValueError(f"episode {episode.episode} is twice in its group")
+    built = [None if e.reward is None else build(e, config) for e in episodes]
     targets = [b.targets if b else 0 for b in built]
     outcome = group_advantage([e.reward for e in episodes], targets, config.advantage)
 
@@ -90,34 +66,8 @@ def process_group(episodes: Sequence[GradedEpisode], config: TrajectoryConfig) -
     )
 
 
-def _build(episode: GradedEpisode, config: TrajectoryConfig) -> _BuiltEpisode:
-    tree = episode.tree or EpisodeTree.from_records(episode.records)
-    selection = select(
-        tree, classify(episode.records), config.cap, draw=config.draw, summary_reserve=config.summary_reserve
-    )
-    trajectories = selection.trajectories
-    weights = REDUCTIONS[config.reduction].weights([t.targets for t in trajectories])
-    return _BuiltEpisode(tree, selection, shape_of(tree, trajectories, config.share_prefixes), weights)
-
-
-def shape_of(tree: EpisodeTree, trajectories: Sequence[Trajectory], shared: bool) -> EpisodeShape:
-    """The trajectories' lengths and, if prefixes are shared, common beginnings: whole nodes of the tree, but for the
-    node in which one of two ends."""
-    lengths = [t.length for t in trajectories]
-    if not shared:
-        return EpisodeShape.unshared(tree.episode, lengths)
-    order = sorted(range(len(trajectories)), key=lambda i: (trajectories[i].nodes, lengths[i]))
-    common = []
-    for i, j in pairwise(order):
-        one, other = trajectories[i].nodes, trajectories[j].nodes
-        differ = next((k for k, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))
-        together = int(tree.depth[one[differ]]) if differ < len(one) else lengths[i]
-        common.append(min(together, lengths[i], lengths[j]))
-    return EpisodeShape(tree.episode, lengths, order, common)
-
-
 def _micro_step(
-    members: PackMembers, built: Sequence[_BuiltEpisode | None], advantages: Sequence[float | None]
+    members: PackMembers, built: Sequence[BuiltEpisode | None], advantages: Sequence[float | None]
 ) -> MicroStep:
     """The pack's trajectories, each from where what it shares with an earlier one ends.
 

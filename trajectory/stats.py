@@ -9,40 +9,18 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from trajectory.advantage import GroupAdvantage, Reason
+from trajectory.episode import BuiltEpisode, GradedEpisode
 from trajectory.kinds import Kind
 from trajectory.micro_step import MicroStep
-from trajectory.records import CallRecord
-from trajectory.selection import Selection
-from trajectory.tree import EpisodeTree
 
 LENGTHS: Final = (0, 1, *(4**k for k in range(3, 13)))
 """Bins of an episode's length in sampled tokens, by their least: none, fewer than 64, and then by fours."""
-
-
-class Played(Protocol):
-    """An episode as it was given: ``reward`` None excludes it."""
-
-    @property
-    def episode(self) -> str: ...
-    @property
-    def records(self) -> Sequence[CallRecord]: ...
-    @property
-    def reward(self) -> float | None: ...
-
-
-class Built(Protocol):
-    """A valid episode's tree and what was selected of it."""
-
-    @property
-    def tree(self) -> EpisodeTree: ...
-    @property
-    def selection(self) -> Selection: ...
 
 
 class GroupStats(BaseModel):
@@ -93,7 +71,10 @@ class GroupStats(BaseModel):
 
 
 def group_stats(
-    episodes: Sequence[Played], built: Sequence[Built | None], outcome: GroupAdvantage, micro_steps: Sequence[MicroStep]
+    episodes: Sequence[GradedEpisode],
+    built: Sequence[BuiltEpisode | None],
+    outcome: GroupAdvantage,
+    micro_steps: Sequence[MicroStep],
 ) -> GroupStats:
     """Of one group. ``built`` and ``outcome.advantages`` are by position of ``episodes``, None for an excluded one."""
     valid = [b for b in built if b]
@@ -128,27 +109,27 @@ def group_stats(
     )
 
 
-def _malformed(episodes: Sequence[Played], outcome: GroupAdvantage) -> dict[str, dict[str, int]]:
-    found: dict[str, Counter[str]] = {}
+def _malformed(episodes: Sequence[GradedEpisode], outcome: GroupAdvantage) -> dict[str, dict[str, int]]:
+    by_sign: dict[str, Counter[str]] = {}
     for episode, advantage in zip(episodes, outcome.advantages, strict=True):
         if episode.reward is None:
             continue
         sign = "zero" if not advantage else "positive" if advantage > 0 else "negative"
-        counts = found.setdefault(sign, Counter())
+        counts = by_sign.setdefault(sign, Counter())
         counts["calls"] += len(episode.records)
         counts["malformed_calls"] += sum(record.malformed > 0 for record in episode.records)
         counts["malformed_spans"] += sum(record.malformed for record in episode.records)
-    return {sign: dict(counts) for sign, counts in sorted(found.items())}
+    return {sign: dict(counts) for sign, counts in sorted(by_sign.items())}
 
 
-def _lengths(episodes: Sequence[Played]) -> dict[str, dict[str, int]]:
-    found: dict[int, Counter[str]] = {}
+def _lengths(episodes: Sequence[GradedEpisode]) -> dict[str, dict[str, int]]:
+    by_length: dict[int, Counter[str]] = {}
     for episode in episodes:
         sampled = sum(len(record.output_ids) for record in episode.records)
-        counts = found.setdefault(LENGTHS[bisect_right(LENGTHS, sampled) - 1], Counter(episodes=0, excluded=0))
+        counts = by_length.setdefault(LENGTHS[bisect_right(LENGTHS, sampled) - 1], Counter(episodes=0, excluded=0))
         counts["episodes"] += 1
         counts["excluded"] += episode.reward is None
-    return {str(least): dict(found[least]) for least in sorted(found)}
+    return {str(least): dict(by_length[least]) for least in sorted(by_length)}
 
 
 def _by_kind(parts: Iterable[Mapping[Kind, int]]) -> dict[str, int]:

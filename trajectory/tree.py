@@ -83,11 +83,11 @@ class EpisodeTree:
 
     def nodes(self, node: int) -> list[int]:
         """The nodes from the first below ``ROOT`` down to ``node``."""
-        found = []
+        nodes = []
         while node != ROOT:
-            found.append(node)
+            nodes.append(node)
             node = int(self.parent[node])
-        return found[::-1]
+        return nodes[::-1]
 
     def path(self, node: int) -> Index:
         """intp[length]: column entries of the tokens from the root to the end of ``node``, increasing."""

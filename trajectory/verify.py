@@ -94,6 +94,6 @@ def _check_call(
         "version": (micro_step.version[entries], record.versions[offsets]),
         "temperature": (micro_step.temperature[entries], np.full(len(offsets), record.temperature, np.float32)),
     }
-    for name, (found, recorded) in checks.items():
-        refuse_where(found != recorded, f"the {name} is not the record's")
+    for name, (claimed, recorded) in checks.items():
+        refuse_where(claimed != recorded, f"the {name} is not the record's")
     used[offsets] = True

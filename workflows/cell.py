@@ -240,14 +240,14 @@ class Cell:
     async def _await_return(self) -> None:
         """Lost: the route stays closed, whatever is desired, until every part answers."""
         state = self.state
-        told = state.desired
+        last_told = state.desired
         if wait := RETURN_S[min(state.losses, len(RETURN_S)) - 1]:
             await workflow.sleep(wait)
         reach = activity_calls.reach_cell(ReachCellInput(cell=state.cell, needs_engine=True), None)
         while not reach.done():
             desired = state.desired
             drain = activity_calls.drain_cell(DrainInput(cell=state.cell, epoch=desired.epoch))
-            if desired is not told and desired.role != "idle" and desired.pool:  # it doesn't know, or no longer
+            if desired is not last_told and desired.role != "idle" and desired.pool:  # it doesn't know, or no longer
                 lost = CellLost(cell=state.cell, reason=state.lost)
                 await tell(names.scheduler_id(desired.pool), "cell_lost", lost)
             await workflow.wait_condition(partial(self._returns_or_changes, reach, desired))
@@ -258,7 +258,7 @@ class Cell:
             workflow.logger.warning("%s is waited for anew: %s", state.cell, cause_of(error))
             return
         state.lost, state.error, state.suspect = "", "", False
-        pool = state.desired.pool or told.pool
+        pool = state.desired.pool or last_told.pool
         if pool:
             await tell(names.scheduler_id(pool), "cell_back", state.cell)
 

@@ -273,7 +273,9 @@ class Run:
                 shuffled=state.config.task_order == "shuffled",
             ),
             group_size=state.config.group_size,
-            tokens_per_s=next((one.tokens_per_s for one in reversed(state.results) if one.tokens_per_s), 1000.0),
+            tokens_per_s=next(
+                (result.tokens_per_s for result in reversed(state.results) if result.tokens_per_s), 1000.0
+            ),
         )
 
     async def _open(self, step: StepInput) -> None:

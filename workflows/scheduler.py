@@ -263,7 +263,7 @@ class Scheduler:
     def _view(self) -> PoolView:
         """What the policy looks at; `watch_demand` fills in the counts of unfinished episodes."""
         state = self.state
-        told = {cell: self._told(cell) for cell in state.cells if cell not in state.lost}
+        roles = {cell: self._told(cell) for cell in state.cells if cell not in state.lost}
         steps = [
             StepView(
                 step=step.opened.step,
@@ -278,7 +278,7 @@ class Scheduler:
         scheduler = state.lease.scheduler if state.lease else SchedulerConfig()
         return PoolView(
             run=state.lease.run if state.lease else "",
-            cells=[CellView(cell=cell, training_step=last.step, core=last.core) for cell, last in told.items()],
+            cells=[CellView(cell=cell, training_step=role.step, core=role.core) for cell, role in roles.items()],
             steps=steps,
             capacity=state.capacity,
             scheduler=scheduler,

@@ -25,13 +25,13 @@ BEAT_S = 5.0
 
 def find_orphans(settings: Settings) -> list[AdoptableAttempt]:
     """Attempts whose token lies in an episode's folder. Call before this worker starts attempts of its own."""
-    found = []
+    orphans = []
     for file in sorted(settings.episodes.glob(f"*/*/*/*/{TOKEN_FILE}")):
         try:
-            found.append(AdoptableAttempt.model_validate_json(file.read_text(encoding="utf-8")))
+            orphans.append(AdoptableAttempt.model_validate_json(file.read_text(encoding="utf-8")))
         except ValidationError as error:
             log.warning("%s is no attempt: %s", file, error)
-    return found
+    return orphans
 
 
 async def adopt(services: Services, orphans: list[AdoptableAttempt]) -> None:

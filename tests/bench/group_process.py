@@ -18,7 +18,8 @@ import msgspec
 import numpy as np
 
 from trajectory.config import TrajectoryConfig
-from trajectory.process import GradedEpisode, process_group
+from trajectory.episode import GradedEpisode
+from trajectory.process import process_group
 from trajectory.records import decode_chain
 from trajectory.tree import EpisodeTree
 

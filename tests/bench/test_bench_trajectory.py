@@ -13,8 +13,9 @@ import pytest
 
 from tests.bench.synthetic_episodes import EpisodeShape, encoded_episode
 from trajectory.config import TrajectoryConfig
+from trajectory.episode import GradedEpisode
 from trajectory.kinds import classify
-from trajectory.process import GradedEpisode, process_group
+from trajectory.process import process_group
 from trajectory.records import decode_chain
 from trajectory.tree import EpisodeTree
 from trajectory.verify import verify_provenance

@@ -33,8 +33,9 @@ from infra.megatron.model.pack import Runs
 from infra.megatron.replica import Replica
 from tests.bench.synthetic_episodes import EpisodeShape, encoded_episode
 from trajectory.config import OptimizerConfig, TrajectoryConfig
+from trajectory.episode import GradedEpisode
 from trajectory.micro_step import MicroStep
-from trajectory.process import GradedEpisode, process_group
+from trajectory.process import process_group
 from trajectory.records import decode_chain
 
 CAP: Final = 5

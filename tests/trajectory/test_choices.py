@@ -16,9 +16,10 @@ from activities.plugins import check_plugins
 from trajectory import config
 from trajectory.advantage import ADVANTAGES
 from trajectory.config import LOSS_NAMES, LossConfig, TrajectoryConfig
+from trajectory.episode import GradedEpisode
 from trajectory.loss import LOSSES, LossBatch, loss_named, policy_loss
 from trajectory.plugins import Choices, PluginError
-from trajectory.process import GradedEpisode, process_group
+from trajectory.process import process_group
 from trajectory.reduction import REDUCTIONS
 from trajectory.selection import DRAWS
 

@@ -18,10 +18,11 @@ from trajectory_reference import Script, groups
 
 from trajectory.additive import BINS_PER_DECADE, EDGES, add, add_all, quantile
 from trajectory.config import LossConfig, TrajectoryConfig
+from trajectory.episode import GradedEpisode
 from trajectory.gauges import MEANING, Gauges, combine, group_gauges, loss_gauges, summary
 from trajectory.loss import LossBatch, LossStats, policy_loss
 from trajectory.micro_step import MicroStep
-from trajectory.process import GradedEpisode, process_group
+from trajectory.process import process_group
 
 # --- what adds up
 

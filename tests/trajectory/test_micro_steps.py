@@ -21,8 +21,9 @@ from trajectory_reference import Script, advantages, groups, has_gradient, rando
 
 from trajectory.advantage import ADVANTAGES, group_advantage
 from trajectory.config import TrajectoryConfig
+from trajectory.episode import GradedEpisode
 from trajectory.micro_step import MicroStep, MicroStepError
-from trajectory.process import GradedEpisode, GroupStats, process_group
+from trajectory.process import GroupStats, process_group
 from trajectory.records import CallRecord, RecordError
 from trajectory.verify import ProvenanceError, verify_provenance
 

@@ -30,9 +30,10 @@ from trajectory_reference import (
 
 from trajectory.advantage import ADVANTAGES
 from trajectory.config import LossConfig, TrajectoryConfig
+from trajectory.episode import GradedEpisode
 from trajectory.loss import LOSSES, LossBatch, LossStats, policy_loss
 from trajectory.micro_step import MicroStep
-from trajectory.process import GradedEpisode, process_group
+from trajectory.process import process_group
 from trajectory.reduction import REDUCTIONS
 from trajectory.selection import DRAWS
 

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from trajectory_reference import Script, groups
 
 from trajectory.config import TrajectoryConfig
+from trajectory.episode import GradedEpisode
 from trajectory.micro_step import MicroStep
-from trajectory.process import GradedEpisode, process_group
+from trajectory.process import process_group
 from trajectory.verify import verify_provenance
 
 caps = st.sampled_from([2, 5, None])

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import xxhash
 from hypothesis import strategies as st
 
-from trajectory.process import GradedEpisode
+from trajectory.episode import GradedEpisode
 from trajectory.records import FIRST_HASH, CallRecord, encode, make_record, record_hash
 
 Prefix = tuple[int, ...]

@@ -143,10 +143,10 @@ class Durations:
         seen = (len(self.tasks), int(10 * math.log(self.count + 1)))
         if self._cached is None or self._cached[0] != seen:
             records = [record for record in self.tasks.values() if record.count]
-            found = PRIOR_WEIGHT * PRIOR_SPREAD**2
+            squares = PRIOR_WEIGHT * PRIOR_SPREAD**2
             for record in records:
-                found += max(0.0, (record.total / record.count - level) ** 2 - within / record.count)
-            self._cached = (seen, found / (len(records) + PRIOR_WEIGHT))
+                squares += max(0.0, (record.total / record.count - level) ** 2 - within / record.count)
+            self._cached = (seen, squares / (len(records) + PRIOR_WEIGHT))
         return self._cached[1]
 
     _cached: tuple[tuple[int, int], float] | None = None
@@ -202,7 +202,10 @@ class Durations:
         due.sort()
         while len(due) > DUE_KEPT:
             pairs = [due[i : i + 2] for i in range(0, len(due), 2)]
-            due = [(pair[-1][0], sum(one[1] for one in pair), max(one[2] for one in pair)) for pair in pairs]
+            due = [
+                (pair[-1][0], sum(tokens for _, tokens, _ in pair), max(latest for *_, latest in pair))
+                for pair in pairs
+            ]
         return Outlook(
             tail_s=tail,
             rollout_s=work / capacity,

@@ -136,7 +136,9 @@ def _by_forecast(view: PoolView, step: StepView, outlook: Outlook, already: int,
             plan = JoinPlan(trainers, share * outlook.tail_s)
             forecasts[plan] = _forecast(view, step, outlook, already, plan)
             late = _forecast(view, step, outlook, already, plan, stretch=LATE)
-            costs[plan] = sum(_cost(view, one, trainers - already, later_s) for one in (forecasts[plan], late)) / 2
+            costs[plan] = (
+                sum(_cost(view, forecast, trainers - already, later_s) for forecast in (forecasts[plan], late)) / 2
+            )
     # Of equal plans the one that keeps cells serving wins, if there is anything else to serve.
     hold = 1 if later_s else -1
     best = min(costs, key=lambda plan: (round(costs[plan], 3), hold * plan.trainers, -hold * plan.joins_s))
