@@ -16,11 +16,15 @@ from types import MappingProxyType
 
 import psutil
 
+from infra.settings import Settings
 from infra.state import keys
 from infra.state.redis import redis_client
 from workers.errors import UsageError
+from workers.stack.local import busy_ports
 
 CHECKOUT = Path(__file__).parents[1]
+STACK_PORTS = 300
+"""Ports that a stack may take from its first one on."""
 START_S = 60.0
 END_S = 20.0
 
@@ -41,6 +45,16 @@ def free_pair() -> int:
             first.bind(("127.0.0.1", port))
             second.bind(("127.0.0.1", port + 1))
             return port
+
+
+def free_settings(home: Path, port_base: int | None = None, **values: object) -> Settings:
+    """Settings of a stack whose ports nobody uses. Raises UsageError."""
+    bases = [port_base] if port_base else random.sample(range(20_000, 55_000, STACK_PORTS), 50)
+    for base in bases:
+        settings = Settings.model_validate({"home": home, "port_base": base, **values})
+        if not busy_ports(settings):
+            return settings
+    raise UsageError(f"no free ports from {bases[0]} on")
 
 
 def listens(port: int) -> bool:

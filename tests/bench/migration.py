@@ -37,6 +37,7 @@ from tests.bench.cells import CONTEXT, BenchCells
 from tests.processes import free_port, proxy_process
 from trajectory.records import CallRecord
 from workers.errors import UsageError
+from workers.harness_check.verify import sequences
 from workers.stack.partial import PartialStack, partial_stack
 
 SHARE = 0.9
@@ -250,11 +251,9 @@ class MigrationBench:
         """Of every sampled token of every episode, against its version's forward pass over the whole sequence."""
         differences: list[float] = []
         for name in self._names:
-            full: list[list[int]] = []
-            for record in await self._stack.records(name):
-                kept = full[record.parent][: record.kept] if record.parent >= 0 else []
-                full.append([*kept, *record.prompt_ids.tolist(), *record.output_ids.tolist()])
-                differences += await asyncio.to_thread(self._differences, full[-1], record)
+            records = await self._stack.records(name)
+            for record, sequence in zip(records, sequences(records), strict=True):
+                differences += await asyncio.to_thread(self._differences, sequence, record)
         worst = max(differences)
         return {"tokens": len(differences), "max_difference": worst, "limit": DIFFERENCE, "holds": worst <= DIFFERENCE}
 

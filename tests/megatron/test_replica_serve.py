@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from infra.sglang.client import EngineClient
 from infra.sglang.generation import GenerateRequest
 from infra.sglang.launch import engine_command, engine_environment
 from infra.state.blobs import BlobStore
+from tests.processes import free_port
 from trajectory.config import LossConfig, OptimizerConfig
 from workflows.contracts.orders import CellOrder, Desired, FinishInput, RunContext, ServeOrder, TrainInput
 
@@ -30,9 +30,7 @@ pytestmark = pytest.mark.stack
 @pytest.fixture
 def engine_url(policy_dir: Path, tmp_path: Path) -> Iterator[str]:
     """Of an engine that is starting."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = engine_command(policy_dir, "127.0.0.1", port, max_total_tokens=2048, context_length=256)
     process = subprocess.Popen(command, env=engine_environment(tmp_path), start_new_session=True)
     yield f"http://127.0.0.1:{port}"

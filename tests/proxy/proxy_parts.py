@@ -86,15 +86,6 @@ class ProxyStack(PartialStack):
         return await super().records(episode)
 
 
-def sequences(records: list[CallRecord]) -> list[list[int]]:
-    """The full token sequence of each call, from the records alone."""
-    full: list[list[int]] = []
-    for record in records:
-        kept = full[record.parent][: record.kept] if record.parent >= 0 else []
-        full.append([*kept, *record.prompt_ids.tolist(), *record.output_ids.tolist()])
-    return full
-
-
 class Harness:
     """A harness's side of a conversation: one HTTP session and its messages."""
 

@@ -7,9 +7,10 @@ from collections.abc import AsyncIterator
 
 import aiohttp
 import pytest
-from proxy_parts import Harness, ProxyStack, ScriptedEngine, call_text, until
+from proxy_parts import Harness, ProxyStack, call_text, until
 
 from infra.state import keys
+from workers.harness_check.engine import ScriptedEngine
 
 
 @pytest.fixture

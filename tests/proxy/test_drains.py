@@ -8,7 +8,7 @@ from typing import cast
 
 import aiohttp
 import pytest
-from proxy_parts import QUICK, Harness, ProxyStack, ScriptedEngine, call_text, until
+from proxy_parts import QUICK, Harness, ProxyStack, call_text, until
 from temporalio.client import Client
 from temporalio.exceptions import ApplicationError
 from temporalio.testing import ActivityEnvironment
@@ -17,6 +17,7 @@ from activities.cells import DrainActivities
 from activities.services import Services
 from infra.settings import Settings
 from infra.state import keys
+from workers.harness_check.engine import ScriptedEngine
 from workflows.contracts.orders import DrainInput, DrainResult
 
 LONG_S = 30.0

@@ -9,12 +9,13 @@ from collections.abc import Iterator
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
-from proxy_parts import ProxyStack, sequences
+from proxy_parts import ProxyStack
 from redis.asyncio import Redis
 from schemathesis import Case, GenerationMode
 
 from infra.chat.qwen3 import ChatMLRenderer
 from proxy.dialects.openapi import openapi
+from workers.harness_check.verify import sequences
 
 WAIT_S = 60.0
 EPISODE = "fuzzed"

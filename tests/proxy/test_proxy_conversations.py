@@ -7,11 +7,12 @@ from typing import Any
 
 import aiohttp
 import pytest
-from proxy_parts import SPECIAL, SPECIAL_IDS, Harness, ProxyStack, call_text, sequences
+from proxy_parts import SPECIAL, SPECIAL_IDS, Harness, ProxyStack, call_text
 
 from infra.chat.messages import Message, Tool
 from infra.state import keys
 from proxy.conversation import stored_turns
+from workers.harness_check.verify import sequences
 
 
 @pytest.fixture

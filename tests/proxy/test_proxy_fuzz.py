@@ -12,10 +12,11 @@ from typing import Any
 import aiohttp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from proxy_parts import SPECIAL, Harness, ProxyStack, sequences
+from proxy_parts import SPECIAL, Harness, ProxyStack
 from redis.asyncio import Redis
 
 from infra.chat.qwen3 import ChatMLRenderer
+from workers.harness_check.verify import sequences
 
 spelled = st.lists(st.sampled_from([*SPECIAL, "\n", " ", "\x00", '"', "{", "}", "\\"]), max_size=6).map("".join)
 texts = st.one_of(st.text(max_size=30), spelled)  # lone surrogates included

@@ -9,11 +9,12 @@ from typing import Any
 
 import aiohttp
 import pytest
-from proxy_parts import QUICK, Harness, ProxyStack, call_text, sequences, until
+from proxy_parts import QUICK, Harness, ProxyStack, call_text, until
 
 from infra.state import keys
 from proxy.calls.recorder import Recorder
 from proxy.dialects import openai_chat
+from workers.harness_check.verify import sequences
 
 TURN = "one two three four five six seven eight<|im_end|>"
 

@@ -6,7 +6,6 @@ import asyncio
 import os
 import random
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -28,6 +27,7 @@ from infra.sglang.generation import GenerateRequest, Generation, OnTokens
 from infra.sglang.launch import engine_command, engine_environment
 from infra.sglang.weights import checkpoint_shapes
 from infra.state import keys
+from tests.processes import free_port
 
 pytestmark = pytest.mark.stack
 
@@ -90,9 +90,7 @@ class Engine:
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     folder = tmp_path_factory.mktemp("engine")
     tiny_model(0).save_pretrained(folder / "model")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = engine_command(
         folder / "model", "127.0.0.1", port, max_total_tokens=32768, context_length=CONTEXT, stream_interval=8
     )

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from local_stack import LocalStack, free_settings
+from local_stack import LocalStack
 
 from infra.quickstart.prepare import prepare_policy
 from infra.quickstart.tasks import write_task_set
+from tests.processes import free_settings
 from workflows.contracts.configuration import TaskSets
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +31,7 @@ def stack(tiny_policy: Path) -> Iterator[LocalStack]:
     write_task_set(home / "heldout", seed=0, count=8, held_out=True)
     tasks = TaskSets(train=str(home / "train" / "tasks"), heldout=str(home / "heldout" / "tasks"))
     harnesses = ROOT / ".gyre-harness"
-    local = LocalStack(free_settings(home, tiny_policy, harnesses=harnesses), tasks)
+    local = LocalStack(free_settings(home, policy=tiny_policy, harnesses=harnesses), tasks)
     local.gyre("up")
     try:
         yield local

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -17,19 +16,9 @@ from typing import Any
 
 from infra.settings import Settings
 from trajectory.config import OptimizerConfig, TrajectoryConfig
-from workers.stack.local import busy_ports
 from workflows.contracts.configuration import EvaluationConfig, RunConfig, SamplingConfig, SchedulerConfig, TaskSets
 
 GYRE = str(Path(sys.executable).parent / "gyre")
-
-
-def free_settings(home: Path, policy: Path, **changes: Any) -> Settings:
-    """Settings whose ports nobody uses."""
-    for _ in range(50):
-        settings = Settings(home=home, policy=policy, port_base=random.randrange(20000, 55000, 300), **changes)
-        if not busy_ports(settings):
-            return settings
-    raise RuntimeError("no free range of ports")
 
 
 @dataclass

@@ -28,6 +28,7 @@ from tests.bench.elastic import runs
 from tests.bench.elastic.history import CellSwitches, StepCosts, costs_of, history_of, step_costs, switches
 from tests.bench.elastic.prediction import compared, pool_model, predicted_s, speed_law, trace_of
 from tests.bench.elastic.tasks import StepShape, StepWork, draw_step, warm_up, write_tasks
+from tests.processes import free_settings
 from workers.errors import UsageError
 from workers.stack.processes import quota_name
 from workflows import names
@@ -100,7 +101,7 @@ SMALL: Final = {
 class ElasticBench:
     def __init__(self, plan: ElasticBenchPlan, policy: Path, home: Path, port_base: int | None, say: runs.Say) -> None:
         self.plan, self.home, self.say = plan, home, say
-        self.settings = runs.free_settings(
+        self.settings = free_settings(
             home,
             port_base,
             policy=policy,

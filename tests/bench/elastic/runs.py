@@ -6,7 +6,6 @@ A run's first step is a warm-up and isn't measured: it leaves the cells as a ste
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -27,7 +26,7 @@ from tests.bench.elastic.paced_harness import PLUGIN, Paced
 from tests.bench.processes import add_to_path
 from trajectory.config import OptimizerConfig, TrajectoryConfig
 from workers.errors import UsageError
-from workers.stack.local import busy_ports, down, running_harnesses, up
+from workers.stack.local import down, running_harnesses, up
 from workflows import names
 from workflows.contracts.configuration import (
     BudgetConfig,
@@ -41,8 +40,6 @@ from workflows.contracts.results import RunStatus, StepResult, SubmitStep
 from workflows.run import Run, RunOutcome, RunState
 
 Say = Callable[[str], None]
-PORTS: Final = 300
-"""Ports that a stack may take from its first one on."""
 END_S: Final = 15.0
 BEGUN_S: Final = 5.0
 
@@ -57,16 +54,6 @@ class MeasuredRun:
     seconds: list[float]
     """Of each step: from its opening to its end."""
     results: list[StepResult]
-
-
-def free_settings(home: Path, port_base: int | None, **values: object) -> Settings:
-    """Settings of a stack whose ports nobody uses. Raises UsageError."""
-    bases = [port_base] if port_base else random.sample(range(20000, 55000, PORTS), 50)
-    for base in bases:
-        settings = Settings.model_validate({"home": home, "port_base": base, **values})
-        if not busy_ports(settings):
-            return settings
-    raise UsageError(f"no free ports from {bases[0]} on")
 
 
 @asynccontextmanager
