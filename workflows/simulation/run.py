@@ -42,8 +42,6 @@ class Simulated:
     """Trained, and again because the replica that had summed them was lost."""
     reasons: list[tuple[float, str]] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
-    faults: list[str] = field(default_factory=list)
-    """Decisions that left less than the oldest step's running episodes need, or its waiting training to nobody."""
 
     @property
     def total_s(self) -> float:

@@ -296,24 +296,8 @@ class Simulation:
             cell.assigned, cell.version = wanted, self.version
             if not cell.moving:
                 self._move(cell)
-        self._check(decision.reason)
         if changed and self.timeline:
             self.result.reasons.append((self.now, decision.reason))
-
-    def _check(self, reason: str) -> None:
-        """Note what no policy may decide. A static split is free to serve with what it has."""
-        if not self.open:
-            return
-        oldest = self.open[0]
-        present = [cell for cell in self.cells if not cell.away]
-        trainers = sum(cell.assigned.step == oldest.number for cell in present)
-        if present and not trainers and not oldest.unfinished and oldest.ledger.waiting:
-            self.result.faults.append(f"{self.now:.1f} s, nobody trains: {reason}")
-        # Where cells have been lost, those that train stay: what is left has to do, but something has to be left.
-        serving = len(present) - trainers
-        needed = min(1, oldest.unfinished) if self.pool.absences else math.ceil(oldest.running / self.pool.capacity)
-        if serving < min(needed, len(present)) and self.scheduler.policy != "async":
-            self.result.faults.append(f"{self.now:.1f} s, too few serve: {reason}")
 
     def _stall(self) -> None:
         """What a cell that doesn't serve any more held is computed again on the others."""
