@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tree_parts import distance, random_tree
+from tree_parts import attending, distance, random_tree, tree_mask
 
 from infra.megatron.checkpoint import read_policy
 from infra.megatron.model.attention import PackedRuns, TorchCoreAttention, bottom_right
@@ -44,7 +44,8 @@ def trained(replica: Replica, *micro_steps: MicroStep) -> tuple[list[dict[str, A
 
 def logprobs(model: Any, micro_step: MicroStep, *, dense: bool = False) -> torch.Tensor:
     columns = (torch.from_numpy(column) for column in (micro_step.target, micro_step.temperature))
-    return target_logprobs(model, torch.from_numpy(micro_step.ids), Runs.of(micro_step), *columns, dense=dense)
+    with attending(dense):
+        return target_logprobs(model, torch.from_numpy(micro_step.ids), Runs.of(micro_step), *columns)
 
 
 # --- geometry
@@ -76,7 +77,7 @@ def test_the_pieces_of_all_ranks_let_a_token_see_its_path_and_nothing_else(tree:
         assert np.array_equal(np.flatnonzero(among_tokens[token]), np.sort(path[: upto + 1]))
         assert runs.positions[token] == pack.positions[pack.where[token]] == upto
         assert runs.predecessors[token] == (path[upto - 1] if upto else -1)
-    assert np.array_equal(Pack(runs).tree_mask(), among_tokens)
+    assert np.array_equal(tree_mask(runs), among_tokens)
 
 
 # --- attention
@@ -85,6 +86,12 @@ def test_the_pieces_of_all_ranks_let_a_token_see_its_path_and_nothing_else(tree:
 def attention() -> TorchCoreAttention:
     config = TransformerConfig(num_layers=1, hidden_size=HEADS * WIDTH, num_attention_heads=HEADS)
     return TorchCoreAttention(config, pg_collection=object())
+
+
+def attended(pack: Pack, inputs: list[torch.Tensor], *, dense: bool) -> torch.Tensor:
+    with attending(dense):
+        out: torch.Tensor = attention()(*inputs, packed_seq_params=PackedRuns.of(pack, CPU))
+    return out
 
 
 def random_inputs(n: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -102,10 +109,7 @@ def with_gradients(out: torch.Tensor, inputs: list[torch.Tensor]) -> list[torch.
 @given(trees)
 def test_merged_parts_are_attention_by_the_dense_mask(tree: MicroStep) -> None:
     pack, inputs = Pack(Runs.of(tree)), random_inputs(tree.tokens, torch.float64)
-    by_parts, by_mask = (
-        with_gradients(attention()(*inputs, packed_seq_params=PackedRuns.of(pack, CPU, dense=dense)), inputs)
-        for dense in (False, True)
-    )
+    by_parts, by_mask = (with_gradients(attended(pack, inputs, dense=dense), inputs) for dense in (False, True))
     for one, two in zip(by_parts, by_mask, strict=True):
         assert (one - two).abs().max() < 1e-12
 
@@ -126,7 +130,7 @@ def test_the_one_call_for_transformer_engine_describes_the_same_attention(tree: 
         outs.append(out.transpose(0, 1).flatten(1))
     assert packed.max_seqlen_kv == max(tree.lengths)
     assert packed.max_seqlen_q == max(np.diff(tree.cu_seqlens))
-    reference = attention()(*inputs, packed_seq_params=PackedRuns.of(pack, CPU, dense=True))
+    reference = attended(pack, inputs, dense=True)
     pairs = zip(with_gradients(torch.cat(outs), inputs), with_gradients(reference, inputs), strict=True)
     for one, two in pairs:
         assert (one - two).abs().max() < 1e-12

@@ -1,18 +1,51 @@
-"""Random micro-steps whose trajectories share prefixes, and how far two gradients are apart."""
+"""Random micro-steps whose trajectories share prefixes, attention in its plainest form, distances of gradients."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from unittest.mock import patch
 
 import numpy as np
+import numpy.typing as npt
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
+from infra.megatron.model import attention
+from infra.megatron.model.pack import NOTHING, Pack, Runs
 from trajectory.micro_step import MicroStep
 
 VOCAB = 160
 FLOOR = 1e-3
 """A tensor's difference is relative to its own norm, or to this share of the whole gradient's if that is larger."""
+
+
+def tree_mask(runs: Runs) -> npt.NDArray[np.bool_]:
+    """bool[n, n]: whether a token (row) sees another. From the predecessors alone, for one rank."""
+    mask = np.eye(runs.tokens, dtype=np.bool_)
+    for token, before in enumerate(runs.predecessors.tolist()):
+        if before != NOTHING:
+            mask[token] |= mask[before]
+    return mask
+
+
+class DenseAttention:
+    """torch's own attention by one dense mask: the slow, plain form that the pieces of a pack are compared with."""
+
+    @staticmethod
+    def apply(query: Tensor, key: Tensor, value: Tensor, how: tuple[Pack, float | None]) -> Tensor:
+        pack, scale = how
+        mask = torch.from_numpy(tree_mask(pack.runs))
+        tensors = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+        out = F.scaled_dot_product_attention(*tensors, attn_mask=mask, scale=scale, enable_gqa=True)
+        return out[0].transpose(0, 1)
+
+
+def attending(dense: bool) -> AbstractContextManager[object]:
+    """Within it attention is by a dense mask, or as it is."""
+    return patch.object(attention, "_Attend", DenseAttention) if dense else nullcontext()
 
 
 def random_tree(seed: int, trajectories: int = 7, longest: int = 24) -> MicroStep:

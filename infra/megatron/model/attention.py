@@ -19,7 +19,6 @@ from typing import Any, Final
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from infra.megatron.model import cpu_shim
@@ -41,11 +40,9 @@ class PackedRuns(PackedSeqParams):
     """Megatron's parameters of packed sequences, with the pack that they are of."""
 
     pack: Pack | None = None
-    tree_mask: Tensor | None = None
-    """bool[n, n]: attend by this dense mask instead. The slow, plain form that the pieces are compared with."""
 
     @classmethod
-    def of(cls, pack: Pack, device: torch.device, *, dense: bool = False) -> PackedRuns:
+    def of(cls, pack: Pack, device: torch.device) -> PackedRuns:
         ends = torch.from_numpy(pack.cu_seqlens.astype(np.int32)).to(device)
         longest = int(np.diff(pack.cu_seqlens).max())
         return cls(
@@ -55,7 +52,6 @@ class PackedRuns(PackedSeqParams):
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             pack=pack,
-            tree_mask=torch.from_numpy(pack.tree_mask()).to(device) if dense else None,
         )
 
 
@@ -95,8 +91,6 @@ class TorchCoreAttention(MegatronModule):
         if pack.ranks > 1:
             order = torch.from_numpy(pack.gathered).to(key.device)
             key, value = (_GatherTokens.apply(part, self.cp_group)[order] for part in (key, value))
-        if packed_seq_params.tree_mask is not None:
-            return _by_mask(query, key, value, packed_seq_params.tree_mask, self.scale)
         out: Tensor = _Attend.apply(query, key, value, (pack, self.scale))
         return out.flatten(1)
 
@@ -167,13 +161,6 @@ def _merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Te
     """Attention over the keys of both parts, from each part's output and the log-sum-exp of its scores."""
     both = torch.logaddexp(lse, more_lse)
     return out * (lse - both).exp()[..., None] + more * (more_lse - both).exp()[..., None], both
-
-
-def _by_mask(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
-    grouped = query.shape[1] != key.shape[1]
-    tensors = (_batched(query), _batched(key), _batched(value))
-    out = F.scaled_dot_product_attention(*tensors, attn_mask=mask, scale=scale, enable_gqa=grouped)
-    return out[0].transpose(0, 1).flatten(1)
 
 
 class _GatherTokens(torch.autograd.Function):

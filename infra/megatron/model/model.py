@@ -158,16 +158,13 @@ def _transformer_config(shape: PolicyShape, place: RankPlace) -> TransformerConf
     )
 
 
-def target_logprobs(
-    model: GPTModel, ids: Tensor, runs: Runs, target: Tensor, temperature: Tensor, *, dense: bool = False
-) -> Tensor:
+def target_logprobs(model: GPTModel, ids: Tensor, runs: Runs, target: Tensor, temperature: Tensor) -> Tensor:
     """Log-probability of every target token given the tokens before it in its own trajectory.
 
     ids int[n], target bool[n], temperature float[n] (> 0 where target), for the n tokens of ``runs``. Returns [n], zero
     where target is False, float32 (float64 for a float64 model), the same values on all ranks that work on this
     micro-step; its gradient reaches the part of the model that this rank has. Logits exist at target positions only, a
-    chunk at a time. ``dense``: attend by a dense mask, the reference (one context-parallel rank, CPU). Raises
-    ValueError when a trajectory begins with a target, or the tokens are not those of ``runs``.
+    chunk at a time. Raises ValueError when a trajectory begins with a target, or the tokens are not those of ``runs``.
     """
     place = RankPlace.here()
     if ids.numel() != runs.tokens:
@@ -177,7 +174,7 @@ def target_logprobs(
     if bool((before == NOTHING).any()):
         raise ValueError("the first token of a trajectory is a target, but nothing precedes it")
     pack = Pack(runs, place.layout.cp, place.cp)
-    hidden = _hidden_states(model, ids, pack, place, dense=dense)
+    hidden = _hidden_states(model, ids, pack, place)
     exact = torch.promote_types(hidden.dtype, torch.float32)
     if not place.last_stage:
         from_last: Tensor = ToNextStage.apply(hidden, runs.tokens, exact, pipeline_group())
@@ -198,7 +195,7 @@ def target_logprobs(
     return to_earlier_stages(logprobs, pipeline_group())
 
 
-def _hidden_states(model: GPTModel, ids: Tensor, pack: Pack, place: RankPlace, *, dense: bool) -> Tensor:
+def _hidden_states(model: GPTModel, ids: Tensor, pack: Pack, place: RankPlace) -> Tensor:
     """[this rank's tokens, hidden]: what this stage makes of them; on the last stage with the final norm."""
     if pack.ranks > 1:
         padded = torch.zeros(int(pack.cu_seqlens[-1]), dtype=ids.dtype, device=ids.device)
@@ -220,7 +217,7 @@ def _hidden_states(model: GPTModel, ids: Tensor, pack: Pack, place: RankPlace, *
         hidden_states=embedded,
         attention_mask=None,
         rotary_pos_emb=rope,
-        packed_seq_params=PackedRuns.of(pack, ids.device, dense=dense),
+        packed_seq_params=PackedRuns.of(pack, ids.device),
     )
     return out[:, 0]
 

@@ -169,14 +169,6 @@ class Pack:
                 at += stop - first
         return tuple(pieces)
 
-    def tree_mask(self) -> npt.NDArray[np.bool_]:
-        """bool[n, n]: whether a token (row) sees another. From the predecessors alone, for one rank."""
-        mask = np.eye(self.runs.tokens, dtype=np.bool_)
-        for token, before in enumerate(self.runs.predecessors.tolist()):
-            if before != NOTHING:
-                mask[token] |= mask[before]
-        return mask
-
     def _chunks(self, rank: int) -> Iterator[tuple[Span, ...]]:
         """Per trajectory: the spans of padded tokens that a rank holds."""
         for first, stop in pairwise(self.cu_seqlens.tolist()):
