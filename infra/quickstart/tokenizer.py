@@ -44,7 +44,7 @@ VOCABULARY = 640
 TRANSCRIPTS = 3000
 
 
-def train_tokenizer(*, transcripts: int = TRANSCRIPTS, vocabulary: int = VOCABULARY) -> Tokenizer:
+def train_tokenizer(*, transcripts: int = TRANSCRIPTS) -> Tokenizer:
     """Train on seeded transcripts of all task families; the same arguments give the same tokenizer."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -56,7 +56,7 @@ def train_tokenizer(*, transcripts: int = TRANSCRIPTS, vocabulary: int = VOCABUL
     tokenizer.decoder = decoders.ByteLevel()
     bpe_trainer: Callable[..., trainers.Trainer] = trainers.BpeTrainer  # untyped in the library
     trainer = bpe_trainer(
-        vocab_size=vocabulary,
+        vocab_size=VOCABULARY,
         special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,

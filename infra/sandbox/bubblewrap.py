@@ -34,20 +34,20 @@ from infra.sandbox.spec import (
 )
 
 ETC: Final = (
-    "alternatives",
-    "group",
-    "hosts",
-    "ld.so.cache",
-    "ld.so.conf",
-    "ld.so.conf.d",
-    "localtime",
-    "mime.types",
-    "nsswitch.conf",
-    "passwd",
-    "ssl",
+    "/etc/alternatives",
+    "/etc/group",
+    "/etc/hosts",
+    "/etc/ld.so.cache",
+    "/etc/ld.so.conf",
+    "/etc/ld.so.conf.d",
+    "/etc/localtime",
+    "/etc/mime.types",
+    "/etc/nsswitch.conf",
+    "/etc/passwd",
+    "/etc/ssl",
 )
 
-ROOT_FOLDERS: Final = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
+ROOT_FOLDERS: Final = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 
 RELAY: Final = f"""\
 socat -b 65536 TCP-LISTEN:{PROXY_PORT},bind=127.0.0.1,reuseaddr,fork,backlog=64 UNIX-CONNECT:"$1" &
@@ -78,20 +78,17 @@ time of everything in it."""
 
 
 class Bubblewrap:
-    """``root`` is the folder whose usr, bin, lib, … are lent: ``/`` but for tests."""
-
     name = "bubblewrap"
 
-    def __init__(self, root: Path = Path("/")) -> None:
-        self._base: list[str] = ["--ro-bind", str(root / "usr"), "/usr"]
-        for folder in ROOT_FOLDERS:
-            host = root / folder
-            if host.is_symlink():
-                self._base += ["--symlink", str(host.readlink()), f"/{folder}"]
-            elif host.is_dir():
-                self._base += ["--ro-bind", str(host), f"/{folder}"]
+    def __init__(self) -> None:
+        self._base = ["--ro-bind", "/usr", "/usr"]
+        for folder in map(Path, ROOT_FOLDERS):
+            if folder.is_symlink():
+                self._base += ["--symlink", str(folder.readlink()), str(folder)]
+            elif folder.is_dir():
+                self._base += ["--ro-bind", str(folder), str(folder)]
         for file in ETC:
-            self._base += ["--ro-bind-try", str(root / "etc" / file), f"/etc/{file}"]
+            self._base += ["--ro-bind-try", file, file]
         self._base += ["--proc", "/proc", "--dev", "/dev"]
         self._program = shutil.which("bwrap") or "/usr/bin/bwrap"
 

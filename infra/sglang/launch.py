@@ -13,9 +13,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 import uuid
-from collections.abc import Mapping
 from pathlib import Path
 
 from infra.kv_store.client import StoreAddress
@@ -38,9 +36,7 @@ def engine_command(
     *,
     max_total_tokens: int,
     context_length: int,
-    max_running_requests: int = 64,
     stream_interval: int = 16,
-    weight_version: int = 0,
     incarnation: str = "engine",
     kv_store: StoreAddress | None = None,
 ) -> list[str]:
@@ -58,11 +54,11 @@ def engine_command(
         "port": str(port),
         "device": "cpu",
         "dtype": "float32",
-        "weight-version": str(weight_version),
+        "weight-version": "0",
         "served-model-name": incarnation,
         "context-length": str(context_length),
         "max-total-tokens": str(max_total_tokens),
-        "max-running-requests": str(max_running_requests),
+        "max-running-requests": "64",
         "chunked-prefill-size": "4096",
         # Of the machine's free memory at start, whoever else takes of it meanwhile; max-total-tokens sets the size.
         "mem-fraction-static": "0.8",
@@ -118,15 +114,15 @@ def _store_flags(model_dir: Path | str, host: str, kv_store: StoreAddress) -> di
     }
 
 
-def engine_environment(scratch: Path | None = None, base: Mapping[str, str] = os.environ) -> dict[str, str]:
+def engine_environment(scratch: Path) -> dict[str, str]:
     """Environment of one start of the server; ask again for every start.
 
-    ``scratch`` is an existing folder for the file in which the process group meets (the system's temporary folder
-    if None). The file is new for every start: one left by a killed engine would confuse the next.
+    ``scratch`` is an existing folder for the file in which the process group meets. The file is new for every start:
+    one left by a killed engine would confuse the next.
     """
-    meeting_point = (scratch or Path(tempfile.gettempdir())).absolute() / f"engine-{uuid.uuid4().hex}.store"
+    meeting_point = scratch.absolute() / f"engine-{uuid.uuid4().hex}.store"
     return {
-        **base,
+        **os.environ,
         "SGLANG_PLATFORM": "gyre_torch_cpu",
         "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{meeting_point}",
         "SGLANG_TIMEOUT_KEEP_ALIVE": str(HTTP_KEEP_ALIVE_S),
