@@ -22,7 +22,7 @@ from tests.bench.elastic.history import CompletedActivity, WorkflowHistory, swit
 from tests.bench.elastic.paced_harness import PLUGIN, Paced
 from tests.bench.elastic.prediction import TracedCall, TracedRun, speed_law
 from tests.bench.elastic.tasks import PLAN, StepShape, StepWork, draw_step, session_of, warm_up, write_tasks
-from workers.simulate.trace import TracedEpisode
+from workers.records.traces import TracedEpisode
 
 
 def length_s(shape: StepShape, turns: tuple[tuple[int, int, float], ...]) -> float:

@@ -12,10 +12,11 @@ from typer.testing import CliRunner
 from infra.state.blobs import BlobStore
 from workers.cli import app
 from workers.errors import UsageError
+from workers.records.traces import TracedEpisode, export_trace, read_trace
 from workers.simulate.compare import batchwise, best_split, compare, priced
 from workers.simulate.fitting import Extent, Hypothesis, fits, hours
 from workers.simulate.tables import lines_of
-from workers.simulate.trace import TracedEpisode, export_trace, read_trace, steps_of, works_of
+from workers.simulate.trace import steps_of, works_of
 from workers.simulate.workloads import PUBLISHED, PUBLISHED_HOURS, WORKLOADS, Range, explanation
 from workflows.contracts.configuration import SchedulerConfig
 from workflows.simulation.simulator import Simulation

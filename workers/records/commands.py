@@ -29,7 +29,7 @@ def episodes(
     blobs = BlobStore(Settings().blobs)
     seals = sealed_episodes(blobs, run, step, outcome)
     if export is not None:
-        from workers.simulate.trace import export_trace
+        from workers.records.traces import export_trace
 
         console.print(f"{export_trace(blobs, run, seals, export)} episodes: {export}")
         return

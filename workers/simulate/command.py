@@ -78,11 +78,12 @@ def simulate(
     as_json: Json = False,
 ) -> None:
     """Compare the scheduling policies on a workload: time per step, speed-up, utilisation, idle GPU-hours, switches."""
+    from workers.records.traces import read_trace
     from workers.simulate.absences import with_absences
     from workers.simulate.compare import compare, priced
     from workers.simulate.predicted import Case, predictions
     from workers.simulate.timeline import draw_timeline
-    from workers.simulate.trace import pool_for, pool_of, read_trace, steps_of
+    from workers.simulate.trace import pool_for, pool_of, steps_of
     from workflows.simulation.workload import PoolModel
 
     changes = {name: context.params[name] for name in PoolModel.model_fields if context.params.get(name) is not None}

@@ -20,7 +20,8 @@ from infra.state.blobs import BlobStore
 from tests.bench.elastic.history import MeasuredCosts
 from trajectory.records import decode_chain
 from workers.records.episodes import sealed_episodes
-from workers.simulate.trace import TracedEpisode, export_trace, read_trace, steps_of
+from workers.records.traces import TracedEpisode, export_trace, read_trace
+from workers.simulate.trace import steps_of
 from workflows.contracts.configuration import SchedulerConfig
 from workflows.simulation.simulator import Simulation
 from workflows.simulation.workload import PoolModel
