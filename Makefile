@@ -6,7 +6,8 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 VENV := .venv
 BIN := $(VENV)/bin
 DEBIAN := bubblewrap socat libibverbs1 libnuma1 libcurl4
-HARNESSES := mini-swe-agent claude-code codex qwen-code opencode
+# What infra/harness/install.py pins.
+HARNESSES := $(shell sed -n 's/^ *Package."\([a-z-]*\)".*/\1/p' infra/harness/install.py)
 STAMPS := $(HARNESSES:%=.gyre-harness/%/.installed)
 export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1

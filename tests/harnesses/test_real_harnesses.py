@@ -17,6 +17,7 @@ from infra.harness.registry import NAMES, harness_named
 from workers.harness_check.catalogue import scenarios_of
 from workers.harness_check.command import check
 from workers.harness_check.scenarios import Report
+from workers.harness_check.tools import TOOLS
 
 pytestmark = pytest.mark.stack
 
@@ -25,7 +26,7 @@ TURNS = int(os.environ.get("GYRE_TEST_TURNS", "16"))
 SLOW = () if "GYRE_TEST_TURNS" in os.environ else ("opencode", "qwen-code")
 ALL = [
     (harness, scenario)
-    for harness in NAMES
+    for harness in TOOLS
     for scenario, described in scenarios_of(harness).items()
     if not described.hold_s and (harness not in SLOW or scenario == "loop")
 ]
