@@ -96,7 +96,7 @@ class EpisodeConfig(Contract):
     """How episodes are run."""
 
     harness: str = "mini"
-    """Name of the harness that runs every episode (`gyre doctor` lists them)."""
+    """Name of the harness that runs every episode (`gyre harness list` names them)."""
     restarts: int = Field(default=1, ge=0)
     """How often an episode whose supervisor died is started again before it counts as `infra_failed`."""
     restart: Literal["resume", "fresh"] = "resume"
