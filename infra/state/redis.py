@@ -20,8 +20,10 @@ def redis_client(url: str, **options: Any) -> Redis:
 
 
 def as_bytes(answer: bytes | str) -> bytes:
-    """An answer, for the type checker, to which redis-py's own types say that it may be either."""
-    return answer.encode() if isinstance(answer, str) else answer
+    """An answer of a client that doesn't decode; narrows its type. Raises TypeError for one that does."""
+    if isinstance(answer, str):
+        raise TypeError("the Redis client must not decode its answers: records are bytes")
+    return answer
 
 
 def text(answer: bytes | str) -> str:

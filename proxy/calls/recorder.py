@@ -16,6 +16,7 @@ import redis.exceptions
 from redis.asyncio import Redis
 
 from infra.state import keys
+from infra.state.redis import as_bytes, text
 from proxy.conversation.requests import Turn
 
 APPEND = """
@@ -37,13 +38,6 @@ return 'appended'
 
 Outcome = Literal["appended", "behind", "lost", "generation"]
 RETRY_S = 0.2
-
-
-def as_bytes(value: bytes | str) -> bytes:
-    """A reply of a client that doesn't decode replies; narrows its type."""
-    if isinstance(value, str):
-        raise TypeError("the Redis client must not decode replies: records are bytes")
-    return value
 
 
 class OpenCall(msgspec.Struct, frozen=True):
@@ -128,7 +122,7 @@ class Recorder:
     async def calls_of(self, proxy: str) -> dict[str, str]:
         """Unfinished calls of a proxy: request id -> episode."""
         calls = await self._redis.hgetall(keys.proxy_calls(proxy))
-        return {as_bytes(rid).decode(): as_bytes(episode).decode() for rid, episode in calls.items()}
+        return {text(rid): text(episode) for rid, episode in calls.items()}
 
     async def forget_proxy(self, proxy: str) -> None:
         """A dead proxy's calls have been ended."""
@@ -136,12 +130,12 @@ class Recorder:
 
     async def held_calls(self, episode: str) -> list[str]:
         """Request ids of the calls that are being held."""
-        return [as_bytes(rid).decode() for rid in await self._redis.hkeys(keys.holding(episode))]
+        return [text(rid) for rid in await self._redis.hkeys(keys.holding(episode))]
 
     async def opened(self, episode: str) -> dict[str, OpenCall]:
         """Unfinished calls of an episode, of every proxy, by request id."""
         calls = await self._redis.hgetall(keys.open_calls(episode))
-        return {as_bytes(rid).decode(): msgspec.json.decode(data, type=OpenCall) for rid, data in calls.items()}
+        return {text(rid): msgspec.json.decode(data, type=OpenCall) for rid, data in calls.items()}
 
     async def hold(self, episode: str, rid: str) -> None:
         pipeline = self._redis.pipeline(transaction=True)
