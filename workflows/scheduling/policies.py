@@ -25,6 +25,7 @@ from workflows.scheduling.pool_view import (
     already_training,
     assign,
     oldest_training,
+    serving_need,
 )
 from workflows.scheduling.predictive import predictive
 
@@ -39,24 +40,18 @@ def watermark(view: PoolView) -> Decision:
     step = oldest_training(view)
     if step is None:
         return assign(view, None, 0, "no training step is open: all cells serve")
-    serving_evaluation = sum(other.unfinished for other in view.steps if not other.train)
-    needed = math.ceil((step.unfinished + serving_evaluation) / view.capacity)
-    spare = max(0, len(view.cells) - needed)
-    already = already_training(view, step)
+    need = serving_need(view, step)
+    spare = need.spare
     filler = any(other.unfinished for other in view.steps if other.step > step.step)
-    if step.unfinished == 0 and not serving_evaluation:
+    if step.unfinished == 0 and not need.evaluated:
         spare = max(spare, 1)
     wanted = 0
     if step.unfinished == 0 or step.ready or (step.unfinished < step.total and not filler):
         seconds = step.ready_tokens / view.tokens_per_s
         worth = seconds / view.scheduler.satellite_s if view.scheduler.satellite_s else math.inf
         wanted = 1 + int(min(worth, max(0, step.ready - 1)))
-    trainers = max(min(spare, wanted), already)
-    reason = (
-        f"step {step.step}: {step.unfinished} of {step.total} episodes unfinished need {needed} of "
-        f"{len(view.cells)} cells at {view.capacity} each; {step.ready} micro-steps ready; {trainers} train"
-    )
-    return assign(view, step, trainers, reason)
+    trainers = max(min(spare, wanted), already_training(view, step))
+    return assign(view, step, trainers, f"{need.text}; {trainers} train")
 
 
 def colocate(view: PoolView) -> Decision:

@@ -5,8 +5,9 @@ Plain data. Everything that a policy can do without has a default that says "not
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
 
 from workflows.contracts.configuration import Contract, SchedulerConfig
 
@@ -99,6 +100,27 @@ def assign(view: PoolView, step: StepView | None, trainers: int, reason: str) ->
 
 def oldest_training(view: PoolView) -> StepView | None:
     return next((step for step in view.steps if step.train), None)
+
+
+class ServingNeed(NamedTuple):
+    """What a step's unfinished episodes, and those of evaluations, need of a pool's cells."""
+
+    evaluated: int
+    """Unfinished episodes of evaluations."""
+    spare: int
+    """Cells that the others can do without: they hold what is unfinished."""
+    text: str
+    """For people: with what waits to be trained."""
+
+
+def serving_need(view: PoolView, step: StepView) -> ServingNeed:
+    evaluated = sum(other.unfinished for other in view.steps if not other.train)
+    needed = math.ceil((step.unfinished + evaluated) / view.capacity)
+    text = (
+        f"step {step.step}: {step.unfinished} of {step.total} episodes unfinished need {needed} of {len(view.cells)} "
+        f"cells at {view.capacity} each; {step.ready} micro-steps ready"
+    )
+    return ServingNeed(evaluated, max(0, len(view.cells) - needed), text)
 
 
 def already_training(view: PoolView, step: StepView) -> int:

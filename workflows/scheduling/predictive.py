@@ -26,6 +26,7 @@ from workflows.scheduling.pool_view import (
     already_training,
     assign,
     oldest_training,
+    serving_need,
 )
 
 UPDATE_WEIGHT: Final = 0.005
@@ -53,24 +54,17 @@ def predictive(view: PoolView) -> Decision:
     step = oldest_training(view)
     if step is None:
         return assign(view, None, 0, "no training step is open: all cells serve")
-    evaluated = sum(other.unfinished for other in view.steps if not other.train)
-    needed = math.ceil((step.unfinished + evaluated) / view.capacity)
-    already = already_training(view, step)
-    spare = max(0, len(view.cells) - needed)
-    head = (
-        f"step {step.step}: {step.unfinished} of {step.total} episodes unfinished need {needed} of {len(view.cells)} "
-        f"cells at {view.capacity} each; {step.ready} micro-steps ready"
-    )
-    if spare <= already:
-        return assign(view, step, already, f"{head}; {already} train, no other can be spared")
-    if not step.unfinished and not evaluated:
+    need, already = serving_need(view, step), already_training(view, step)
+    if need.spare <= already:
+        return assign(view, step, already, f"{need.text}; {already} train, no other can be spared")
+    if not step.unfinished and not need.evaluated:
         trainers, why = _finishing(view, step, already)
     elif step.outlook is None:
-        trainers, why = _by_waiting_work(view, step, spare)
+        trainers, why = _by_waiting_work(view, step, need.spare)
     else:
-        trainers, why = _by_forecast(view, step, step.outlook, already, spare)
-    trainers = max(already, min(trainers, spare))
-    return assign(view, step, trainers, f"{head}; {trainers} train: {why}")
+        trainers, why = _by_forecast(view, step, step.outlook, already, need.spare)
+    trainers = max(already, min(trainers, need.spare))
+    return assign(view, step, trainers, f"{need.text}; {trainers} train: {why}")
 
 
 def admission_order(expected_s: Sequence[float]) -> list[int]:

@@ -20,7 +20,7 @@ from typing import Final
 
 from workflows.contracts.configuration import SchedulerConfig
 from workflows.contracts.orders import TrainerReady
-from workflows.scheduling.policies import decide
+from workflows.scheduling.policies import FORECASTS_UNUSED, decide
 from workflows.scheduling.pool_view import TOKENS_PER_S, Assignment
 from workflows.simulation.cells import Record, SimulatedCell
 from workflows.simulation.foresight import Foresight, Learned
@@ -55,7 +55,7 @@ class Simulation:
     ) -> None:
         self.pool, self.work, self.scheduler, self.max_staleness = pool, steps, scheduler, max_staleness
         self.foresight: Foresight = foresight or Learned(pool)
-        self.longest_first = scheduler.policy == "predictive" if longest_first is None else longest_first
+        self.longest_first = scheduler.policy not in FORECASTS_UNUSED if longest_first is None else longest_first
         self.pipeline, self.timeline = pipeline, timeline
         self.now = 0.0
         self.events: list[tuple[float, int, Callable[[], None]]] = []

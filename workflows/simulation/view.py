@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from workflows.contracts.configuration import SchedulerConfig
+from workflows.scheduling.policies import FORECASTS_UNUSED
 from workflows.scheduling.pool_view import CellView, Outlook, PoolView, StepView
 from workflows.simulation.cells import SimulatedCell
 from workflows.simulation.foresight import Foresight
@@ -18,7 +19,7 @@ from workflows.simulation.workload import PoolModel
 class Viewer:
     def __init__(self, pool: PoolModel, scheduler: SchedulerConfig, foresight: Foresight) -> None:
         self.pool, self.scheduler, self.foresight = pool, scheduler, foresight
-        self.predicts = scheduler.policy == "predictive"
+        self.predicts = scheduler.policy not in FORECASTS_UNUSED
         self.outlooks: dict[int, tuple[float, int, Outlook]] = {}
         self.cell_views: dict[tuple[int, int, bool], CellView] = {}
 
