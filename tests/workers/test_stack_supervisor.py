@@ -12,6 +12,8 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+import psutil
+
 from infra.episodes.processes import start_time
 from infra.settings import Settings
 from tests.processes import free_port
@@ -104,11 +106,10 @@ def test_what_a_killed_supervisor_left_is_found_and_ended(tmp_path: Path) -> Non
 def members(group: int) -> list[int]:
     """Living processes of a process group."""
     found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            fields = stat.read_text().rsplit(")", 1)[1].split()
-            if int(fields[2]) == group and fields[0] != "Z":
-                found.append(int(stat.parent.name))
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
     return found
 
 

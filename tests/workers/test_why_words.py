@@ -29,7 +29,6 @@ from trajectory.records import make_record
 from workers.why import episode_outcome as outcome
 from workers.why.activity_waits import activity_wait, task_waits
 from workers.why.episode_answer import path_of
-from workers.why.episode_history import moments, restarted
 from workers.why.episode_state import EpisodeState, SharedState, UnfinishedCall
 from workers.why.episode_waits import Surroundings, episode_wait, why_held
 from workers.why.temporal import Pending, QueueWorkers, WorkflowTask, process_state, queue_workers
@@ -317,18 +316,20 @@ def test_attempts_and_failures_come_from_the_groups_history_and_siblings_are_lef
             ),
         ),
     ]
-    assert [moment.text for moment in moments(events, 1)] == [
+    assert [moment.text for moment in outcome.history_moments(events, 1)] == [
         "queued for a harness worker",
         "taken by worker 7@h, attempt 2 after gone",
         "its harness has ended",
         "queued for its evaluator",
         "its evaluator failed: gone",
     ]
-    assert moments([*events, asked(8, "process_group", "9")], 3) == [], "there is no episode 3"
+    assert outcome.history_moments([*events, asked(8, "process_group", "9")], 3) == [], "there is no episode 3"
 
 
 def test_a_generation_that_was_lost_is_in_the_timeline_at_its_time() -> None:
-    (moment,) = restarted(["2026-03-04T12:00:00+00:00 generation 1 was lost: killed; generation 2 starts from zero"])
+    (moment,) = outcome.restarted(
+        ["2026-03-04T12:00:00+00:00 generation 1 was lost: killed; generation 2 starts from zero"]
+    )
     assert moment.at == NOW and moment.text.startswith("generation 1 was lost")
 
 

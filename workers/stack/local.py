@@ -23,6 +23,7 @@ from temporalio.client import Client, WorkflowHandle
 from temporalio.common import WorkflowIDConflictPolicy
 
 from infra.episodes.processes import start_time
+from infra.files import tail
 from infra.quota import QuotaUnavailable, left_over, set_quota
 from infra.settings import Settings
 from infra.temporal import connect
@@ -148,11 +149,9 @@ async def _wait_ready(settings: Settings, say: Callable[[str], None]) -> None:
 
 
 def log_tail(settings: Settings, name: str) -> str:
-    try:
-        lines = (settings.logs / f"{name}.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    except FileNotFoundError:
-        return "no log"
-    return lines[-1][:300] if lines else "its log is empty"
+    log = settings.logs / f"{name}.log"
+    lines = tail(log).splitlines() or ["its log is empty" if log.exists() else "no log"]
+    return lines[-1][:300]
 
 
 async def _prepare_namespace(settings: Settings) -> None:

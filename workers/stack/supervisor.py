@@ -21,6 +21,7 @@ from pathlib import Path
 import aiohttp
 
 from infra.episodes.processes import start_time
+from infra.files import write_whole
 from infra.quota import Quota, set_quota
 from infra.settings import Settings
 from workers.stack.processes import ProcessSpec, local_stack, quota_name
@@ -35,9 +36,7 @@ CALM_S = 60.0
 
 def write_json(path: Path, value: object) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(value, indent=1), encoding="utf-8")
-    os.replace(part, path)
+    write_whole(path, json.dumps(value, indent=1))
 
 
 @dataclass

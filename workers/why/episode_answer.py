@@ -25,7 +25,6 @@ from trajectory.records import CallRecord, RecordError, decode_chain
 from workers.errors import UsageError
 from workers.records.regrade import later_verdicts, verdict_line
 from workers.why import episode_outcome as outcome
-from workers.why.episode_history import moments, restarted
 from workers.why.snapshot import Snapshot, run_config, take_snapshot
 from workers.why.steps import episode_of, episode_waits, step_answer
 from workers.why.temporal import Unanswered
@@ -94,7 +93,7 @@ async def _sealed(
     if snapshot is None:
         answer.facts.append("Temporal is not there: when it was queued and graded is not told")
     else:
-        answer.timeline += moments(await snapshot.temporal.history(path.group_id), path.index)
+        answer.timeline += outcome.history_moments(await snapshot.temporal.history(path.group_id), path.index)
     answer.timeline.sort(key=lambda moment: moment.at)
     return answer
 
@@ -112,7 +111,7 @@ async def _unsealed(snapshot: Snapshot, path: EpisodePath) -> Answer:
         answer.facts.append(f"what its group says is not known: {error}")
     result = next((result for result in results if result.episode == path.episode), None)
     records = await _recorded(snapshot, path, result)
-    timeline = moments(await snapshot.temporal.history(path.group_id), path.index)
+    timeline = outcome.history_moments(await snapshot.temporal.history(path.group_id), path.index)
     if not timeline:
         raise path.missing
     if result is not None:
@@ -161,7 +160,7 @@ def _of_result(blobs: BlobStore, path: EpisodePath, result: EpisodeResult, recor
     return Answer(
         about=f"episode {path.episode}",
         facts=outcome.reasons(result, budget) + outcome.calls_made(records),
-        timeline=[*restarted(result.exit.restarts), *outcome.call_moments(records)],
+        timeline=[*outcome.restarted(result.exit.restarts), *outcome.call_moments(records)],
         data=outcome.as_data(result, records),
     )
 

@@ -13,6 +13,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from infra.state import keys
+from infra.state.redis import text
 from trajectory.records import RecordError, decode
 
 LAST_RECORDS: Final = 64
@@ -61,7 +62,7 @@ class SharedState(BaseModel):
 async def read_shared(redis: Redis) -> SharedState:
     try:
         table = await redis.hgetall(keys.ROUTES)
-        members = sorted(_text(name) for name in await redis.smembers(keys.PROXIES))
+        members = sorted(text(name) for name in await redis.smembers(keys.PROXIES))
         alive = frozenset([proxy for proxy in members if await redis.exists(keys.proxy_lease(proxy))])
     except (RedisError, OSError) as error:
         return SharedState(fault=f"{type(error).__name__}: {error}")
@@ -72,7 +73,7 @@ async def read_shared(redis: Redis) -> SharedState:
 async def read_episodes(redis: Redis, episodes: Sequence[str]) -> dict[str, EpisodeState]:
     """By the episode's name. Raises RedisError."""
     heads = await _rows(redis, [[("GET", keys.records_of(e)), ("GET", keys.generation_of(e))] for e in episodes])
-    names = [_text(records) if records else episode for episode, (records, _) in zip(episodes, heads, strict=True)]
+    names = [text(records) if records else episode for episode, (records, _) in zip(episodes, heads, strict=True)]
     last = (-1, -1) if len(episodes) <= LAST_RECORDS else (1, 0)
     bodies = await _rows(
         redis,
@@ -89,7 +90,7 @@ async def read_episodes(redis: Redis, episodes: Sequence[str]) -> dict[str, Epis
             for name in names
         ],
     )
-    stands_for = await _rows(redis, [[("GET", keys.key(_text(secret)))] if secret else [] for *_, secret in bodies])
+    stands_for = await _rows(redis, [[("GET", keys.key(text(secret)))] if secret else [] for *_, secret in bodies])
     return {
         episode: EpisodeState(
             generation=generation or 1,
@@ -129,7 +130,3 @@ def _ended(data: bytes) -> float | None:
     except RecordError:
         return None
     return record.started_at + record.active_s + record.held_s
-
-
-def _text(value: bytes | str) -> str:
-    return value.decode() if isinstance(value, bytes) else value

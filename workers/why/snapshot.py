@@ -19,6 +19,7 @@ from redis.asyncio import Redis
 from infra.settings import Settings
 from infra.state.blobs import BlobMissing, BlobStore
 from infra.state.record_names import config_name
+from infra.state.redis import redis_client
 from workers.errors import UsageError
 from workers.why.activity_waits import activity_wait, task_waits
 from workers.why.episode_state import SharedState, read_shared
@@ -122,11 +123,8 @@ class Snapshot:
 async def take_snapshot(settings: Settings) -> AsyncIterator[Snapshot]:
     """Raises UsageError and TemporalUnreachable when there is no stack."""
     temporal = await reach(settings)
-    redis = Redis.from_url(settings.redis, socket_timeout=REDIS_S, socket_connect_timeout=REDIS_S)
-    try:
+    async with redis_client(settings.redis, socket_timeout=REDIS_S, socket_connect_timeout=REDIS_S) as redis:
         yield await _read(settings, temporal, redis)
-    finally:
-        await redis.aclose()
 
 
 async def _read(settings: Settings, temporal: Temporal, redis: Redis) -> Snapshot:
