@@ -221,7 +221,9 @@ def test_a_worker_that_is_stopped_or_dead_is_known_by_its_identity() -> None:
         assert not queue_workers("q", {identity: NOW}, NOW).there
     finally:
         process.kill()
-        process.wait()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert process_state(identity) == "is dead", "before its parent has reaped it"
+    process.wait()
     assert process_state(identity) == "is dead"
     assert process_state("1@elsewhere") == ""
     assert queue_workers("q", {}, NOW).words == "no worker polls q"
