@@ -129,5 +129,5 @@ async def _train(
     evaluations = [result for result in view.run.results if not result.train]
     curve = ", ".join(f"v{result.version}: {result.pass_rate:.3f}" for result in evaluations)
     console.print(f"held-out pass rate over {evaluations[-1].valid} tasks: {curve}")
-    console.print(f"peak memory of the stack: {memory.peak_gib:.1f} GiB (PSS)")
+    console.print(f"peak memory of the stack: {memory.peak_bytes / 2**30:.1f} GiB (PSS)")
     console.print(f"curve: {picture}")

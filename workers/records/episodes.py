@@ -97,7 +97,8 @@ def episode_tree(seal: dict[str, Any], records: list[CallRecord], policy: Path) 
         branch.add(f"[dim]+{len(record.prompt_ids)} prompt tokens (keeps {record.kept})[/] {_short(prompt)}")
         branch.add(f"[cyan]{len(record.output_ids)} sampled[/] {_short(sampled)}")
         # A linear conversation reads as a list, not as a staircase: only a fork opens a new level.
-        branches[record.seq] = branches[record.parent] if _continued_once(records, record.seq) else branch
+        forks = sum(other.parent == record.seq for other in records) > 1
+        branches[record.seq] = branch if forks else branches[record.parent]
     return root
 
 
@@ -111,10 +112,6 @@ def _lineage(record: CallRecord) -> str:
     changes = {what: int(getattr(record, what)) for what in CHANGES}
     parts += [what if count == 1 else f"{count} {what}" for what, count in changes.items() if count]
     return "".join(f" · {part}" for part in parts)
-
-
-def _continued_once(records: list[CallRecord], seq: int) -> bool:
-    return sum(record.parent == seq for record in records) <= 1
 
 
 def _short(text: str, limit: int = 300) -> str:

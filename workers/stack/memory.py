@@ -20,10 +20,6 @@ class PeakMemory:
         self._looked = 0.0
         self.peak_bytes = 0
 
-    @property
-    def peak_gib(self) -> float:
-        return self.peak_bytes / 2**30
-
     def look(self) -> None:
         if time.monotonic() - self._looked < EVERY_S:
             return

@@ -40,7 +40,8 @@ async def resize(client: Client, settings: Settings, cells: list[str]) -> list[s
     for cell in (cell for cell in cells if cell not in pool):
         if not re.fullmatch(r"cell-\d{1,4}", cell):
             raise UsageError(f"{cell!r} is no cell: they are named cell-0, cell-1, …")
-        if not await _has_worker(client, cell):
+        polls = await pollers(client, names.cell_queue(cell))
+        if not any(datetime.now(UTC) - at < POLLED for at in polls.values()):
             wanted = int(cell.removeprefix("cell-")) + 1
             raise UsageError(
                 f"{cell} has no worker that polls {names.cell_queue(cell)}: start its processes first, here with "
@@ -63,8 +64,3 @@ async def ensure_cell(client: Client, settings: Settings, cell: str) -> None:
         id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
         static_summary=f"cell {cell}",
     )
-
-
-async def _has_worker(client: Client, cell: str) -> bool:
-    now, polls = datetime.now(UTC), await pollers(client, names.cell_queue(cell))
-    return any(now - at < POLLED for at in polls.values())
