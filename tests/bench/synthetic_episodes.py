@@ -16,7 +16,7 @@ VOCABULARY = 150_000
 
 
 @dataclass(frozen=True)
-class EpisodeShape:
+class SyntheticShape:
     """About how large an episode is; each varies by a fifth around it."""
 
     tokens: int = 700_000
@@ -80,7 +80,7 @@ class _Writer:
         )
 
 
-def encoded_episode(name: str, seed: int, shape: EpisodeShape) -> list[bytes]:
+def encoded_episode(name: str, seed: int, shape: SyntheticShape) -> list[bytes]:
     """The encoded records of one episode, in order; equal arguments give equal bytes."""
     rng = np.random.default_rng(seed)
     writer = _Writer(name, rng, version=int(rng.integers(3, 5)))

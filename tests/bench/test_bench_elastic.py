@@ -164,3 +164,9 @@ def test_a_policy_that_does_not_exist_is_refused_before_anything_starts() -> Non
     assert result.exit_code == 2
     assert "'fast'" in result.stderr
     assert "watermark" in result.stderr
+
+
+def test_a_bench_that_does_not_exist_is_a_fault_of_use() -> None:
+    result = CliRunner().invoke(app, ["latency"])
+    assert result.exit_code == 2
+    assert "'latency'" in result.stderr

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.synthetic_episodes import EpisodeShape, encoded_episode
+from tests.bench.synthetic_episodes import SyntheticShape, encoded_episode
 from trajectory.config import TrajectoryConfig
 from trajectory.episode import GradedEpisode
 from trajectory.kinds import classify
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize("windows", [3, 4, 6])
 def test_a_synthetic_episode_has_its_windows_summaries_and_sub_agents(windows: int) -> None:
-    shape = EpisodeShape(tokens=30_000, calls=120, windows=windows)
+    shape = SyntheticShape(tokens=30_000, calls=120, windows=windows)
     data = encoded_episode("e", 3, shape)
     assert data == encoded_episode("e", 3, shape) != encoded_episode("e", 4, shape)
     records = decode_chain(data)
@@ -38,7 +38,7 @@ def test_a_synthetic_episode_has_its_windows_summaries_and_sub_agents(windows: i
 
 
 def test_every_target_of_a_synthetic_group_is_proven() -> None:
-    shape = EpisodeShape(tokens=30_000, calls=120)
+    shape = SyntheticShape(tokens=30_000, calls=120)
     records = {f"e{i}": decode_chain(encoded_episode(f"e{i}", i, shape)) for i in range(4)}
     episodes = [GradedEpisode(name, of, float(i % 2)) for i, (name, of) in enumerate(records.items())]
     done = process_group(episodes, TrajectoryConfig(token_budget=20_000, share_prefixes=True))

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from infra.megatron.model.pack import Runs
 from infra.megatron.replica import Replica
-from tests.bench.synthetic_episodes import EpisodeShape, encoded_episode
+from tests.bench.synthetic_episodes import SyntheticShape, encoded_episode
 from trajectory.config import OptimizerConfig, TrajectoryConfig
 from trajectory.episode import GradedEpisode
 from trajectory.micro_step import MicroStep
@@ -174,7 +174,7 @@ def _saving(
 
 def _forms(sizes: TrainingBenchSizes, windows: int) -> list[MeasuredForm]:
     """The four forms of one shape: five trajectories or all, prefixes written out (``apart``) or ``once``."""
-    shape = EpisodeShape(tokens=sizes.tokens, calls=sizes.calls, windows=windows, agent_calls=4)
+    shape = SyntheticShape(tokens=sizes.tokens, calls=sizes.calls, windows=windows, agent_calls=4)
     episodes = []
     for number in range(2):
         name = f"bench/{windows}/{number}"

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
-from tests.bench.synthetic_episodes import EpisodeShape, encoded_episode
+from tests.bench.synthetic_episodes import SyntheticShape, encoded_episode
 from workers.errors import UsageError
 
 TOKENS_PER_CPU_S = 8e6
@@ -48,7 +48,7 @@ def measure(sizes: TrajectoryBenchSizes) -> dict[str, Any]:
         range(first, min(first + sizes.group_size, sizes.episodes))
         for first in range(0, sizes.episodes, sizes.group_size)
     ]
-    shape = EpisodeShape(tokens=sizes.tokens)
+    shape = SyntheticShape(tokens=sizes.tokens)
     order = {"trajectory": {"cap": sizes.cap, "token_budget": sizes.token_budget, "share_prefixes": True}}
     results = []
     command = [sys.executable, "-m", "tests.bench.group_process"]

@@ -91,8 +91,12 @@ async def test_a_proxy_that_cannot_start_ends_instead_of_trying_for_ever(tmp_pat
     process = await asyncio.create_subprocess_exec(
         *command, "--processes", "2", env=environment, cwd=CHECKOUT, stderr=asyncio.subprocess.PIPE
     )
-    _, complaint = await asyncio.wait_for(process.communicate(), 30)
-    assert process.returncode == 2 and b"before it served" in complaint
+    try:
+        _, complaint = await asyncio.wait_for(process.communicate(), 30)
+        assert process.returncode == 2 and b"before it served" in complaint
+    finally:
+        if process.returncode is None:  # it would go on trying behind a test that has failed
+            process.kill()
 
 
 @pytest.mark.parametrize(

@@ -225,13 +225,11 @@ class _CheckedEpisode:
 
 
 def _write_task(folder: Path) -> Path:
-    for name, text in scripts.FILES.items():
-        (folder / "environment").mkdir(parents=True, exist_ok=True)
-        (folder / "environment" / name).write_text(text, encoding="utf-8")
-    (folder / "tests").mkdir(exist_ok=True)
-    (folder / "tests" / "test.sh").write_text("exit 0\n")
-    (folder / "task.toml").write_text(TASK_TOML)
-    (folder / "instruction.md").write_text(scripts.TASK, encoding="utf-8")
+    files = {f"environment/{name}": text for name, text in scripts.FILES.items()}
+    files |= {"tests/test.sh": "exit 0\n", "task.toml": TASK_TOML, "instruction.md": scripts.TASK}
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
     return folder
 
 
