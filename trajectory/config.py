@@ -80,9 +80,10 @@ class LossConfig(_FrozenConfig):
     @model_validator(mode="before")
     @classmethod
     def _clips_of_the_loss(cls, data: Any) -> Any:
-        if not isinstance(data, Mapping):
-            return data
-        low, high = CLIPS.get(data.get("loss", LOSS_NAMES.built_in[0]), (None, None))
+        loss = data.get("loss", LOSS_NAMES.built_in[0]) if isinstance(data, Mapping) else None
+        if not isinstance(loss, str):
+            return data  # refused for what it is
+        low, high = CLIPS.get(loss, (None, None))
         clips = {"epsilon_low": low, "epsilon_high": high}
         return {**data, **{name: clip for name, clip in clips.items() if data.get(name) is None}}
 

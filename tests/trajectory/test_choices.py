@@ -48,6 +48,8 @@ def test_every_name_that_a_configuration_may_use_is_implemented(names: Choices, 
 def test_a_name_that_is_not_there_is_refused_with_those_that_are() -> None:
     with pytest.raises(ValidationError, match="'ppo' is none of gspo, gspo_token, grpo, cispo"):
         LossConfig(loss="ppo")
+    with pytest.raises(ValidationError, match="loss\n  Input should be a valid string"):
+        LossConfig.model_validate({"loss": ["gspo"]})
 
 
 MEAN_RATIO = """
