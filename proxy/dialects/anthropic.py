@@ -11,29 +11,14 @@ from typing import Any
 
 from infra.chat.messages import ToolCall
 from proxy.conversation.requests import ModelRequest, Turn
-from proxy.dialects import bodies
-from proxy.dialects.anthropic_request import FIELDS, NEUTRAL, parse, parse_count
+from proxy.dialects import anthropic_request, bodies
 from proxy.errors import BodyTooLarge, CallsExceeded, ContextExceeded, GatewayError, KeyRefused, UnknownPath
-
-__all__ = [
-    "COUNT_PATH",
-    "FIELDS",
-    "NAME",
-    "NEUTRAL",
-    "PATHS",
-    "PING",
-    "count_tokens",
-    "error",
-    "parse",
-    "parse_count",
-    "response",
-    "stream_error",
-    "stream_start",
-    "stream_turn",
-]
 
 NAME: str = "anthropic"
 PATHS: tuple[str, ...] = ("/v1/messages",)
+FIELDS = anthropic_request.FIELDS
+parse = anthropic_request.parse
+parse_count = anthropic_request.parse_count
 COUNT_PATH: str = "/v1/messages/count_tokens"
 PING: bytes = bodies.event("ping", {"type": "ping"})
 

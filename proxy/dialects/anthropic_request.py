@@ -12,10 +12,9 @@ from typing import Any
 from infra.chat.messages import Message, Role, Tool, ToolCall
 from proxy.conversation.requests import Hints, ModelRequest
 from proxy.dialects import bodies
-from proxy.dialects.dialect import Field
+from proxy.dialects.dialect import Field, ignored, refused
 from proxy.errors import BadRequest
 
-_RUN = "the run decides sampling"
 FIELDS: Mapping[str, Field] = {
     "model": Field("honoured", "recorded, and named in the answer; the policy answers whatever it says"),
     "messages": Field("honoured", "text, thinking, tool_use and tool_result blocks; roles user, assistant and system"),
@@ -23,31 +22,22 @@ FIELDS: Mapping[str, Field] = {
     "tools": Field("honoured", "tools with an input_schema; tools that the provider runs are left out and recorded"),
     "max_tokens": Field("honoured", "at most so many sampled tokens; the run's own bound still applies"),
     "stream": Field("honoured", ""),
-    "tool_choice": Field("ignored", "auto and none are taken; a forced call is refused"),
-    "thinking": Field("ignored", "adaptive, enabled and disabled are taken; the policy thinks as it does"),
-    "context_management": Field("ignored", "clear_thinking with keep all is taken; what rewrites history is refused"),
-    "output_config": Field("ignored", "effort has no effect; a format is refused"),
-    "metadata": Field("ignored", ""),
-    "temperature": Field("ignored", _RUN),
-    "top_p": Field("ignored", _RUN),
-    "top_k": Field("ignored", _RUN),
-    "service_tier": Field("ignored", ""),
-    "speed": Field("ignored", ""),
-    "inference_geo": Field("ignored", ""),
-    "cache_control": Field("ignored", "prefixes are always cached; so are marks on blocks"),
-    "betas": Field("ignored", ""),
-    "anthropic_beta": Field("ignored", ""),
-    "anthropic_version": Field("ignored", ""),
-    "user_profile_id": Field("ignored", ""),
-    "diagnostics": Field("ignored", ""),
-    "fallback_credit_token": Field("ignored", ""),
-    "stop_sequences": Field("refused", "stop sequences are not supported (an empty list is taken)"),
-    "output_format": Field("refused", "forced grammars are not supported"),
-    "container": Field("refused", "there are no containers"),
-    "mcp_servers": Field("refused", "there are no server-side tools (an empty list is taken)"),
-    "fallbacks": Field("refused", "there is one policy (an empty list is taken)"),
+    **ignored("auto and none are taken; a forced call is refused", "tool_choice"),
+    **ignored("adaptive, enabled and disabled are taken; the policy thinks as it does", "thinking"),
+    **ignored("clear_thinking with keep all is taken; what rewrites history is refused", "context_management"),
+    **ignored("effort has no effect; a format is refused", "output_config"),
+    **ignored("", "metadata"),
+    **ignored("the run decides sampling", "temperature", "top_p", "top_k"),
+    **ignored("", "service_tier", "speed", "inference_geo"),
+    **ignored("prefixes are always cached; so are marks on blocks", "cache_control"),
+    **ignored("", "betas", "anthropic_beta", "anthropic_version"),
+    **ignored("", "user_profile_id", "diagnostics", "fallback_credit_token"),
+    **refused("stop sequences are not supported (an empty list is taken)", "stop_sequences", taken=([],)),
+    **refused("forced grammars are not supported", "output_format"),
+    **refused("there are no containers", "container"),
+    **refused("there are no server-side tools (an empty list is taken)", "mcp_servers", taken=([],)),
+    **refused("there is one policy (an empty list is taken)", "fallbacks", taken=([],)),
 }
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {"stop_sequences": ([],), "mcp_servers": ([],), "fallbacks": ([],)}
 
 _BILLING = "x-anthropic-billing-header"
 _PROVIDER_RUN = ("web_search_", "web_fetch_", "code_execution_", "tool_search_tool_", "advisor_", "mcp_toolset")
@@ -71,7 +61,7 @@ def parse_count(body: bytes, headers: Mapping[bytes, bytes]) -> ModelRequest:
 def _parse(body: bytes, headers: Mapping[bytes, bytes], *, counts: bool) -> ModelRequest:
     data = bodies.load(body)
     asked = bodies.check_fields(
-        data, FIELDS, NEUTRAL, lambda name: f"{name}: Extra inputs are not permitted", lambda n, note: f"{n}: {note}"
+        data, FIELDS, lambda name: f"{name}: Extra inputs are not permitted", lambda n, note: f"{n}: {note}"
     )
     _check_asked(asked)
     if "messages" not in data:
@@ -235,12 +225,8 @@ def _text(block: Any, where: str) -> str:
 
 def _tools(tools: Any) -> tuple[tuple[Tool, ...], list[dict[str, Any]]]:
     """The tools that the harness runs, and those that the provider would have to run."""
-    if tools is None:
-        return (), []
-    if not isinstance(tools, list):
-        raise BadRequest("tools: Input should be a valid list", param="tools")
     read, dropped = [], []
-    for position, tool in enumerate(tools):
+    for position, tool in enumerate(bodies.array(tools, "tools: Input should be a valid list", "tools")):
         where = f"tools.{position}"
         if not isinstance(tool, dict):
             raise BadRequest(f"{where}: must be an object", param="tools")

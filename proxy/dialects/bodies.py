@@ -101,14 +101,12 @@ def turn_of(value: Any) -> str:
 def check_fields(
     data: Mapping[str, Any],
     fields: Mapping[str, Field],
-    neutral: Mapping[str, tuple[Any, ...]],
     unknown: Callable[[str], str],
     refused: Callable[[str, str], str],
 ) -> dict[str, Any]:
     """Hold a body against its dialect's table; returns the ignored fields that were given, to be recorded.
 
-    ``neutral`` has the values of refused fields that change nothing. ``unknown`` and ``refused`` are the provider's
-    words. Raises BadRequest.
+    ``unknown`` and ``refused`` are the provider's words. Raises BadRequest.
     """
     asked = {}
     for name, value in data.items():
@@ -119,7 +117,7 @@ def check_fields(
             continue
         if field.treatment == "ignored":
             asked[name] = value
-        elif field.treatment == "refused" and not any(_same(value, taken) for taken in neutral.get(name, ())):
+        elif field.treatment == "refused" and not any(_same(value, taken) for taken in field.taken):
             raise BadRequest(refused(name, field.note), param=name)
     return asked
 
@@ -134,6 +132,15 @@ def writable(value: Any, where: str) -> None:
         orjson.dumps(value)
     except orjson.JSONEncodeError as fault:
         raise BadRequest(f"{where}: nested too deeply", param=where) from fault
+
+
+def array(value: Any, words: str, param: str) -> list[Any]:
+    """A list, empty where there is none. Raises BadRequest with the provider's words."""
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise BadRequest(words, param=param)
+    return value
 
 
 def flag(data: Mapping[str, Any], name: str) -> bool:

@@ -19,10 +19,19 @@ class Field:
     """How a dialect treats a request field. What is in no table is refused, as the providers do."""
 
     treatment: Literal["honoured", "ignored", "refused"]
-    """``ignored``: recorded with the call, without effect. ``refused``: a 400 unless it is null, or has the one value
-    that changes nothing (see ``note``)."""
+    """``ignored``: recorded with the call, without effect. ``refused``: a 400 unless it is null, or ``taken``."""
     note: str
     """Why, or which values are taken; one line for people."""
+    taken: tuple[Any, ...] = ()
+    """Values of a refused field that change nothing, and are taken; null always is."""
+
+
+def ignored(note: str, *names: str) -> dict[str, Field]:
+    return dict.fromkeys(names, Field("ignored", note))
+
+
+def refused(note: str, *names: str, taken: tuple[Any, ...] = ()) -> dict[str, Field]:
+    return dict.fromkeys(names, Field("refused", note, taken))
 
 
 class Dialect(Protocol):
@@ -31,8 +40,6 @@ class Dialect(Protocol):
     NAME: str
     PATHS: tuple[str, ...]
     FIELDS: Mapping[str, Field]
-    NEUTRAL: Mapping[str, tuple[Any, ...]]
-    """Values of refused fields that change nothing, and are taken; null always is."""
     PING: bytes
     """What a waiting stream is sent every few seconds."""
 

@@ -11,57 +11,19 @@ from typing import Any
 
 from infra.chat.messages import Message, Role, Tool, ToolCall
 from proxy.conversation.requests import Hints, ModelRequest, Turn
-from proxy.dialects import bodies
-from proxy.dialects.dialect import Field
-from proxy.dialects.openai_words import error_object, refused
+from proxy.dialects import bodies, openai_words
+from proxy.dialects.dialect import Field, ignored, refused
+from proxy.dialects.openai_words import error_object
 from proxy.errors import BadRequest, GatewayError
 
 NAME: str = "openai_chat"
 PATHS: tuple[str, ...] = ("/v1/chat/completions", "/chat/completions")
 PING: bytes = b": keep-alive\n\n"
 
-_RUN = "the run decides sampling"
-_GRAMMAR = "forced grammars are not supported"
-_LOGPROBS = "log-probabilities are not returned"
-_IGNORED: Mapping[str, str] = {
-    **dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty"), _RUN),
-    **dict.fromkeys(("repetition_penalty", "min_tokens", "do_sample"), _RUN),
-    "tool_choice": "auto and none are taken; a forced call is refused",
-    "parallel_tool_calls": "the policy calls as many tools as it does",
-    **dict.fromkeys(("reasoning_effort", "reasoning", "include_reasoning", "thinking"), "the policy thinks as it does"),
-    **dict.fromkeys(("enable_thinking", "thinking_budget", "chat_template_kwargs"), "the policy thinks as it does"),
-    **dict.fromkeys(("verbosity", "prediction", "enable_search", "vl_high_resolution_images"), ""),
-    **dict.fromkeys(("user", "metadata", "store", "service_tier", "safety_identifier", "moderation"), ""),
-    **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_salt"), ""),
-    **dict.fromkeys(("provider", "usage", "transforms", "plugins"), "of a router that is not here"),
-}
-_REFUSED: Mapping[str, str] = {
-    "n": "one turn is sampled (1 is taken)",
-    "stop": "stop sequences are not supported (an empty list is taken)",
-    "stop_token_ids": "stop sequences are not supported (an empty list is taken)",
-    "logit_bias": "it changes what the policy samples (an empty object is taken)",
-    "bad_words": "it changes what the policy samples (an empty list is taken)",
-    "ignore_eos": "it changes what the policy samples (false is taken)",
-    "logprobs": f"{_LOGPROBS} (false is taken)",
-    "top_logprobs": f"{_LOGPROBS} (0 is taken)",
-    "prompt_logprobs": f"{_LOGPROBS} (0 is taken)",
-    "response_format": f"{_GRAMMAR} (the type text is taken)",
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_grammar", "guided_choice"), _GRAMMAR),
-    **dict.fromkeys(("structured_outputs", "regex", "ebnf", "json_schema"), _GRAMMAR),
-    "modalities": "text only (a list of text is taken)",
-    "audio": "audio output is not supported",
-    "web_search_options": "there is no web search",
-    "functions": "replaced by tools (an empty list is taken)",
-    "function_call": "replaced by tool_choice (auto and none are taken)",
-    "best_of": "one turn is sampled (1 is taken)",
-    "use_beam_search": "one turn is sampled (false is taken)",
-    "suffix": "use messages",
-    "prompt": "use messages",
-    "echo": "the prompt is not returned (false is taken)",
-    "continue_final_message": "prefill is not supported (false is taken)",
-    "chat_template": "the run's template is used",
-    "truncate_prompt_tokens": "history is never rewritten",
-}
+_NO_STOPS = "stop sequences are not supported (an empty list is taken)"
+_NO_LOGPROBS = "log-probabilities are not returned"
+_NO_GRAMMAR = "forced grammars are not supported"
+_TEXT_FORMAT = {"type": "text"}
 FIELDS: Mapping[str, Field] = {
     "model": Field("honoured", "recorded, and named in the answer; gyre-side marks a side call; the policy answers"),
     "messages": Field("honoured", "text; roles system, developer, user, assistant (reasoning_content kept) and tool"),
@@ -70,18 +32,38 @@ FIELDS: Mapping[str, Field] = {
     "max_completion_tokens": Field("honoured", "the same; the smaller of the two"),
     "stream": Field("honoured", ""),
     "stream_options": Field("honoured", "include_usage"),
-    **{name: Field("ignored", note) for name, note in _IGNORED.items()},
-    **{name: Field("refused", note) for name, note in _REFUSED.items()},
-}
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("n", "best_of"), (1,)),
-    **dict.fromkeys(("logprobs", "ignore_eos", "use_beam_search", "echo", "continue_final_message"), (False,)),
-    **dict.fromkeys(("top_logprobs", "prompt_logprobs"), (0,)),
-    **dict.fromkeys(("stop", "stop_token_ids", "bad_words", "functions"), ([],)),
-    "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "function_call": ("auto", "none"),
+    **ignored("the run decides sampling", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty"),
+    **ignored("the run decides sampling", "frequency_penalty", "repetition_penalty", "min_tokens", "do_sample"),
+    **ignored("auto and none are taken; a forced call is refused", "tool_choice"),
+    **ignored("the policy calls as many tools as it does", "parallel_tool_calls"),
+    **ignored("the policy thinks as it does", "reasoning_effort", "reasoning", "include_reasoning", "thinking"),
+    **ignored("the policy thinks as it does", "enable_thinking", "thinking_budget", "chat_template_kwargs"),
+    **ignored("", "verbosity", "prediction", "enable_search", "vl_high_resolution_images", "user", "metadata"),
+    **ignored("", "store", "service_tier", "safety_identifier", "moderation", "prompt_cache_key"),
+    **ignored("", "prompt_cache_retention", "prompt_cache_options", "cache_salt"),
+    **ignored("of a router that is not here", "provider", "usage", "transforms", "plugins"),
+    **refused("one turn is sampled (1 is taken)", "n", taken=(1,)),
+    **refused(_NO_STOPS, "stop", "stop_token_ids", taken=([],)),
+    **refused("it changes what the policy samples (an empty object is taken)", "logit_bias", taken=({},)),
+    **refused("it changes what the policy samples (an empty list is taken)", "bad_words", taken=([],)),
+    **refused("it changes what the policy samples (false is taken)", "ignore_eos", taken=(False,)),
+    **refused(f"{_NO_LOGPROBS} (false is taken)", "logprobs", taken=(False,)),
+    **refused(f"{_NO_LOGPROBS} (0 is taken)", "top_logprobs", "prompt_logprobs", taken=(0,)),
+    **refused(f"{_NO_GRAMMAR} (the type text is taken)", "response_format", taken=(_TEXT_FORMAT,)),
+    **refused(_NO_GRAMMAR, "guided_json", "guided_regex", "guided_grammar", "guided_choice"),
+    **refused(_NO_GRAMMAR, "structured_outputs", "regex", "ebnf", "json_schema"),
+    **refused("text only (a list of text is taken)", "modalities", taken=(["text"],)),
+    **refused("audio output is not supported", "audio"),
+    **refused("there is no web search", "web_search_options"),
+    **refused("replaced by tools (an empty list is taken)", "functions", taken=([],)),
+    **refused("replaced by tool_choice (auto and none are taken)", "function_call", taken=("auto", "none")),
+    **refused("one turn is sampled (1 is taken)", "best_of", taken=(1,)),
+    **refused("one turn is sampled (false is taken)", "use_beam_search", taken=(False,)),
+    **refused("use messages", "suffix", "prompt"),
+    **refused("the prompt is not returned (false is taken)", "echo", taken=(False,)),
+    **refused("prefill is not supported (false is taken)", "continue_final_message", taken=(False,)),
+    **refused("the run's template is used", "chat_template"),
+    **refused("history is never rewritten", "truncate_prompt_tokens"),
 }
 
 _ROLES: Mapping[str, Role] = {
@@ -91,17 +73,14 @@ _ROLES: Mapping[str, Role] = {
     "assistant": "assistant",
     "tool": "tool",
 }
+_TEXTS = {"text": "text", "refusal": "refusal"}
 _SESSION = "x-session-id"
 
 
 def parse(body: bytes, headers: Mapping[bytes, bytes]) -> ModelRequest:
     """Read a request. Raises BadRequest naming the field."""
     data = bodies.load(body)
-    asked = bodies.check_fields(
-        data, FIELDS, NEUTRAL, lambda name: f"Unrecognized request argument supplied: {name}", refused
-    )
-    if asked.get("tool_choice") not in (None, "auto", "none"):
-        raise BadRequest("Unsupported value: 'tool_choice' must be auto: a call is never forced", param="tool_choice")
+    asked = openai_words.check_fields(data, FIELDS, lambda name: f"Unrecognized request argument supplied: {name}")
     session = bodies.header(headers, _SESSION.encode())
     if session:
         asked[_SESSION] = session
@@ -193,7 +172,7 @@ def _messages(value: Any) -> tuple[Message | None, tuple[Message, ...]]:
         role = _ROLES.get(str(message.get("role"))) if isinstance(message, dict) else None
         if role is None:
             raise BadRequest(f"'{where}.role' must be system, developer, user, assistant or tool", param="messages")
-        texts = _texts(message.get("content"), where)
+        texts = openai_words.texts(message.get("content"), f"{where}.content", _TEXTS, "messages", plain=True)
         if role == "assistant":
             read.append(_assistant(message, "".join(texts), where))
         elif role == "tool":
@@ -206,29 +185,6 @@ def _messages(value: Any) -> tuple[Message | None, tuple[Message, ...]]:
     if read[-1].role == "assistant":
         raise BadRequest("the last message must not be from the assistant: prefill is not supported", param="messages")
     return system, tuple(read)
-
-
-def _texts(content: Any, where: str) -> list[str]:
-    """Text blocks of a content field: a string, nothing, or a list of text parts."""
-    if isinstance(content, str):
-        return [content]
-    if content is None:
-        return []
-    if not isinstance(content, list):
-        raise BadRequest(f"'{where}.content' must be a string or an array of parts", param="messages")
-    texts = []
-    for part in content:
-        text = part
-        if isinstance(part, dict):
-            kind = part.get("type")
-            text = part.get("text") if kind == "text" else part.get("refusal") if kind == "refusal" else None
-        if not isinstance(text, str):
-            raise BadRequest(
-                f"'{where}.content': only parts of type text are supported: the policy reads text only",
-                param="messages",
-            )
-        texts.append(text)
-    return texts
 
 
 def _assistant(message: dict[str, Any], content: str, where: str) -> Message:
@@ -244,11 +200,7 @@ def _assistant(message: dict[str, Any], content: str, where: str) -> Message:
 
 
 def _tool_calls(calls: Any, where: str) -> Iterator[ToolCall]:
-    if calls is None:
-        return
-    if not isinstance(calls, list):
-        raise BadRequest(f"'{where}.tool_calls' must be an array", param="messages")
-    for call in calls:
+    for call in bodies.array(calls, f"'{where}.tool_calls' must be an array", "messages"):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise BadRequest(f"'{where}.tool_calls' must have a function with a name", param="messages")
@@ -267,12 +219,8 @@ def _identity(value: Any, where: str) -> str:
 
 
 def _tools(tools: Any) -> tuple[Tool, ...]:
-    if tools is None:
-        return ()
-    if not isinstance(tools, list):
-        raise BadRequest("'tools' must be an array", param="tools")
     read = []
-    for position, tool in enumerate(tools):
+    for position, tool in enumerate(bodies.array(tools, "'tools' must be an array", "tools")):
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise BadRequest(f"'tools[{position}]' must be a function with a name", param="tools")

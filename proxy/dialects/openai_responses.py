@@ -11,27 +11,15 @@ from typing import Any
 
 from infra.chat.messages import Message, ToolCall
 from proxy.conversation.requests import ModelRequest, Turn
-from proxy.dialects import bodies
-from proxy.dialects.openai_responses_request import ENCRYPTED, FIELDS, FREEFORM, NEUTRAL, parse
+from proxy.dialects import bodies, openai_responses_request
+from proxy.dialects.openai_responses_request import ENCRYPTED, FREEFORM
 from proxy.dialects.openai_words import error_object
 from proxy.errors import ContextExceeded, GatewayError, Unavailable
 
-__all__ = [
-    "FIELDS",
-    "NAME",
-    "NEUTRAL",
-    "PATHS",
-    "PING",
-    "error",
-    "parse",
-    "response",
-    "stream_error",
-    "stream_start",
-    "stream_turn",
-]
-
 NAME: str = "openai_responses"
 PATHS: tuple[str, ...] = ("/v1/responses", "/responses")
+FIELDS = openai_responses_request.FIELDS
+parse = openai_responses_request.parse
 _PLACEHOLDER = {
     "id": "resp_gyre",
     "object": "response",

@@ -14,9 +14,8 @@ from typing import Any
 
 from infra.chat.messages import Message, Role, Tool, ToolCall
 from proxy.conversation.requests import Hints, ModelRequest
-from proxy.dialects import bodies
-from proxy.dialects.dialect import Field
-from proxy.dialects.openai_words import refused
+from proxy.dialects import bodies, openai_words
+from proxy.dialects.dialect import Field, ignored, refused
 from proxy.errors import BadRequest
 
 ENCRYPTED = "reasoning.encrypted_content"
@@ -28,7 +27,6 @@ FREEFORM: dict[str, Any] = {
 }
 """Parameters that a tool of type custom is given: the policy calls every tool with JSON. They mark such a tool."""
 
-_RUN = "the run decides sampling"
 _NO_STATE = "the proxy keeps no conversation for the client: send the whole input"
 FIELDS: Mapping[str, Field] = {
     "model": Field("honoured", "recorded, and named in the answer; gyre-side marks a side call; the policy answers"),
@@ -37,48 +35,31 @@ FIELDS: Mapping[str, Field] = {
     "tools": Field("honoured", "function, namespace and custom; hosted tools are left out and recorded"),
     "max_output_tokens": Field("honoured", "at most so many sampled tokens; the run's own bound still applies"),
     "stream": Field("honoured", ""),
-    "include": Field("ignored", f"{ENCRYPTED} is honoured; log-probabilities are refused; others have no effect"),
-    "tool_choice": Field("ignored", "auto and none are taken; a forced call is refused"),
-    "text": Field("ignored", "the format text is taken, others are refused; verbosity has no effect"),
-    "reasoning": Field("ignored", "the policy thinks as it does"),
-    "parallel_tool_calls": Field("ignored", "the policy calls as many tools as it does"),
-    "max_tool_calls": Field("ignored", "it counts calls of hosted tools, and there are none"),
-    "temperature": Field("ignored", _RUN),
-    "top_p": Field("ignored", _RUN),
-    "presence_penalty": Field("ignored", _RUN),
-    "frequency_penalty": Field("ignored", _RUN),
-    "seed": Field("ignored", _RUN),
-    "client_metadata": Field("ignored", "codex writes there what it also writes in headers"),
-    "metadata": Field("ignored", ""),
-    "user": Field("ignored", ""),
-    "service_tier": Field("ignored", ""),
-    "safety_identifier": Field("ignored", ""),
-    "prompt_cache_key": Field("ignored", ""),
-    "prompt_cache_retention": Field("ignored", ""),
-    "prompt_cache_options": Field("ignored", ""),
-    "stream_options": Field("ignored", ""),
-    "moderation": Field("ignored", ""),
-    "access_programs": Field("ignored", ""),
-    "store": Field("refused", f"{_NO_STATE} (false is taken)"),
-    "previous_response_id": Field("refused", _NO_STATE),
-    "conversation": Field("refused", _NO_STATE),
-    "prompt": Field("refused", "there are no stored prompts"),
-    "background": Field("refused", "there are no background responses (false is taken)"),
-    "truncation": Field("refused", "history is never rewritten (disabled is taken)"),
-    "context_management": Field("refused", "history is never rewritten (an empty list is taken)"),
-    "top_logprobs": Field("refused", "log-probabilities are not returned (0 is taken)"),
-    "multi_agent": Field("refused", "there are no server-side agents"),
-}
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "store": (False,),
-    "background": (False,),
-    "truncation": ("disabled",),
-    "context_management": ([],),
-    "top_logprobs": (0,),
+    **ignored(f"{ENCRYPTED} is honoured; log-probabilities are refused; others have no effect", "include"),
+    **ignored("auto and none are taken; a forced call is refused", "tool_choice"),
+    **ignored("the format text is taken, others are refused; verbosity has no effect", "text"),
+    **ignored("the policy thinks as it does", "reasoning"),
+    **ignored("the policy calls as many tools as it does", "parallel_tool_calls"),
+    **ignored("it counts calls of hosted tools, and there are none", "max_tool_calls"),
+    **ignored("the run decides sampling", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed"),
+    **ignored("codex writes there what it also writes in headers", "client_metadata"),
+    **ignored("", "metadata", "user", "service_tier", "safety_identifier", "prompt_cache_key"),
+    **ignored("", "prompt_cache_retention", "prompt_cache_options", "stream_options", "moderation", "access_programs"),
+    **refused(f"{_NO_STATE} (false is taken)", "store", taken=(False,)),
+    **refused(_NO_STATE, "previous_response_id", "conversation"),
+    **refused("there are no stored prompts", "prompt"),
+    **refused("there are no background responses (false is taken)", "background", taken=(False,)),
+    **refused("history is never rewritten (disabled is taken)", "truncation", taken=("disabled",)),
+    **refused("history is never rewritten (an empty list is taken)", "context_management", taken=([],)),
+    **refused("log-probabilities are not returned (0 is taken)", "top_logprobs", taken=(0,)),
+    **refused("there are no server-side agents", "multi_agent"),
 }
 
 _ROLES: Mapping[str, Role] = {"system": "system", "developer": "system", "user": "user"}
-_TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+_TEXTS = {
+    **dict.fromkeys(("input_text", "output_text", "text", "reasoning_text", "summary_text"), "text"),
+    "refusal": "refusal",
+}
 _HOSTED = ("web_search", "file_search", "code_interpreter", "image_generation", "mcp", "tool_search")
 _NAME = re.compile(r"[^.]+")
 
@@ -86,7 +67,7 @@ _NAME = re.compile(r"[^.]+")
 def parse(body: bytes, headers: Mapping[bytes, bytes]) -> ModelRequest:
     """Read a request. Raises BadRequest naming the field."""
     data = bodies.load(body)
-    asked = bodies.check_fields(data, FIELDS, NEUTRAL, lambda name: f"Unknown parameter: '{name}'.", refused)
+    asked = openai_words.check_fields(data, FIELDS, lambda name: f"Unknown parameter: '{name}'.")
     _check_asked(asked)
     tools, dropped = _tools(data.get("tools"))
     if dropped:
@@ -114,19 +95,17 @@ def parse(body: bytes, headers: Mapping[bytes, bytes]) -> ModelRequest:
 
 def _check_asked(asked: Mapping[str, Any]) -> None:
     """Ignored fields of which not every value is harmless. Raises BadRequest."""
-    if asked.get("tool_choice") not in (None, "auto", "none"):
-        raise BadRequest("Unsupported value: 'tool_choice' must be auto: a call is never forced", param="tool_choice")
     include = asked.get("include")
     if include is not None:
         if not isinstance(include, list) or not all(isinstance(item, str) for item in include):
             raise BadRequest("Invalid type for 'include': expected an array of strings", param="include")
         if any("logprobs" in item for item in include):
-            raise BadRequest(refused("include", "log-probabilities are not returned"), param="include")
+            raise BadRequest(openai_words.refused("include", "log-probabilities are not returned"), param="include")
     text = asked.get("text")
     if text is not None:
         form = text.get("format") if isinstance(text, dict) else text
         if form is not None and (not isinstance(form, dict) or form.get("type") != "text"):
-            raise BadRequest(refused("text.format", "forced grammars are not supported"), param="text")
+            raise BadRequest(openai_words.refused("text.format", "forced grammars are not supported"), param="text")
 
 
 def _opening(messages: tuple[Message, ...]) -> tuple[Message | None, tuple[Message, ...]]:
@@ -221,33 +200,14 @@ def _said(kind: Any, item: dict[str, Any], where: str) -> list[Message]:
 
 
 def _texts(content: Any, where: str) -> list[str]:
-    if isinstance(content, str):
-        return [content]
-    if content is None:
-        return []
-    if not isinstance(content, list):
-        raise BadRequest(f"'{where}' must be a string or an array of parts", param="input")
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get("refusal" if kind == "refusal" else "text") if kind in _TEXTS or kind == "refusal" else None
-        if not isinstance(text, str):
-            raise BadRequest(
-                f"'{where}': parts of type {kind} are not supported: the policy reads text only", param="input"
-            )
-        texts.append(text)
-    return texts
+    return openai_words.texts(content, where, _TEXTS, "input")
 
 
 def _tools(tools: Any) -> tuple[tuple[Tool, ...], list[dict[str, Any]]]:
     """The tools that the harness runs, and those that the provider would have to run."""
-    if tools is None:
-        return (), []
-    if not isinstance(tools, list):
-        raise BadRequest("Invalid type for 'tools': expected an array", param="tools")
     read: list[Tool] = []
     dropped = []
-    for position, tool in enumerate(tools):
+    for position, tool in enumerate(bodies.array(tools, "Invalid type for 'tools': expected an array", "tools")):
         where = f"tools[{position}]"
         kind = tool.get("type") if isinstance(tool, dict) else None
         if kind == "namespace":

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from proxy.dialects import anthropic
+from proxy.dialects.dialect import Field
 from proxy.dialects.registry import DIALECTS
 
 Schema = dict[str, Any]
@@ -18,7 +19,7 @@ _TEXT: Schema = {"type": "string"}
 _OBJECT: Schema = {"type": "object"}
 _BOUND: Schema = {"type": ["integer", "null"], "minimum": 1}
 _SWITCH: Schema = {"type": ["boolean", "null"]}
-_MODEL: Schema = {"type": ["string", "null"]}
+_OPTIONAL_TEXT: Schema = {"type": ["string", "null"]}
 
 
 def _one(kind: str, required: Mapping[str, Schema], optional: Mapping[str, Schema] | None = None) -> Schema:
@@ -48,7 +49,7 @@ _RESULT = _one("tool_result", {"tool_use_id": _TEXT}, {"content": _maybe(_any(_T
 _THOUGHT = _one("thinking", {"thinking": _TEXT}, {"signature": {}})
 _USE = _one("tool_use", {"id": _TEXT, "name": _TEXT}, {"input": {}})
 _ANTHROPIC: Mapping[str, Schema] = {
-    "model": _MODEL,
+    "model": _OPTIONAL_TEXT,
     "max_tokens": {"type": "integer", "minimum": 1},
     "messages": _array(
         _any(
@@ -64,7 +65,7 @@ _ANTHROPIC: Mapping[str, Schema] = {
         _array(
             _record(
                 {"name": _TEXT, "input_schema": _OBJECT},
-                {"type": {"enum": ["custom", None]}, "description": {"type": ["string", "null"]}},
+                {"type": {"enum": ["custom", None]}, "description": _OPTIONAL_TEXT},
             )
         )
     ),
@@ -80,10 +81,9 @@ _ANTHROPIC: Mapping[str, Schema] = {
 }
 
 _PARTS = _maybe(_any(_TEXT, _array(_any(_TEXT, _BLOCK, _one("refusal", {"refusal": _TEXT})))))
-_ID: Schema = {"type": ["string", "null"]}
 _NAMED_CALL = _record({"name": _TEXT}, {"arguments": {"type": ["string", "object", "null"]}})
 _CHAT: Mapping[str, Schema] = {
-    "model": _MODEL,
+    "model": _OPTIONAL_TEXT,
     "messages": _array(
         _any(
             _record({"role": {"enum": ["system", "developer", "user"]}}, {"content": _PARTS}),
@@ -91,14 +91,14 @@ _CHAT: Mapping[str, Schema] = {
                 {"role": {"const": "assistant"}},
                 {
                     "content": _PARTS,
-                    "reasoning_content": {"type": ["string", "null"]},
-                    "reasoning": {"type": ["string", "null"]},
-                    "tool_calls": _maybe(_array(_record({"function": _NAMED_CALL}, {"id": _ID}))),
+                    "reasoning_content": _OPTIONAL_TEXT,
+                    "reasoning": _OPTIONAL_TEXT,
+                    "tool_calls": _maybe(_array(_record({"function": _NAMED_CALL}, {"id": _OPTIONAL_TEXT}))),
                     "function_call": {"type": "null"},
                     "audio": {"type": "null"},
                 },
             ),
-            _record({"role": {"const": "tool"}}, {"content": _PARTS, "tool_call_id": _ID}),
+            _record({"role": {"const": "tool"}}, {"content": _PARTS, "tool_call_id": _OPTIONAL_TEXT}),
         ),
         1,
     ),
@@ -109,7 +109,7 @@ _CHAT: Mapping[str, Schema] = {
                 {
                     "function": _record(
                         {"name": _TEXT},
-                        {"description": {"type": ["string", "null"]}, "parameters": {"type": ["object", "null"]}},
+                        {"description": _OPTIONAL_TEXT, "parameters": {"type": ["object", "null"]}},
                     )
                 },
             )
@@ -128,14 +128,14 @@ _INPUT = _array(
 _THOUGHTS = {
     "summary": _array(_one("summary_text", {"text": _TEXT})),
     "content": _maybe(_array(_one("reasoning_text", {"text": _TEXT}))),
-    "encrypted_content": {"type": ["string", "null"]},
+    "encrypted_content": _OPTIONAL_TEXT,
 }
 _DOTLESS: Schema = {"type": "string", "pattern": "^[^.]+$"}
-_DESCRIBED: Mapping[str, Schema] = {"description": {"type": ["string", "null"]}}
+_DESCRIBED: Mapping[str, Schema] = {"description": _OPTIONAL_TEXT}
 _FUNCTION = _one("function", {"name": _DOTLESS}, {**_DESCRIBED, "parameters": {"type": ["object", "null"]}})
 _CUSTOM = _one("custom", {"name": _DOTLESS}, {**_DESCRIBED, "format": {}})
 _RESPONSES: Mapping[str, Schema] = {
-    "model": _MODEL,
+    "model": _OPTIONAL_TEXT,
     "input": _any(
         _TEXT,
         _array(
@@ -156,7 +156,7 @@ _RESPONSES: Mapping[str, Schema] = {
             1,
         ),
     ),
-    "instructions": {"type": ["string", "null"]},
+    "instructions": _OPTIONAL_TEXT,
     "tools": _maybe(
         _array(
             _any(
@@ -206,21 +206,16 @@ def openapi() -> dict[str, Any]:
             }
         },
         "paths": {
-            path: {"post": _operation(title, _body(dialect.FIELDS, dialect.NEUTRAL, schemas, required))}
+            path: {"post": _operation(title, _body(dialect.FIELDS, schemas, required))}
             for path, (dialect, title, schemas, required) in asks.items()
         },
     }
 
 
-def _body(
-    fields: Mapping[str, Any],
-    neutral: Mapping[str, tuple[Any, ...]],
-    schemas: Mapping[str, Schema],
-    required: list[str],
-) -> Schema:
+def _body(fields: Mapping[str, Field], schemas: Mapping[str, Schema], required: list[str]) -> Schema:
     properties: dict[str, Schema] = {}
     for name, field in fields.items():
-        taken = {"enum": [None, *neutral.get(name, ())]} if field.treatment == "refused" else {}
+        taken = {"enum": [None, *field.taken]} if field.treatment == "refused" else {}
         properties[name] = {**schemas.get(name, taken), **({"description": field.note} if field.note else {})}
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
