@@ -12,7 +12,7 @@ Whose a request is, and what for; the first row that fits. `test_lineage.py` has
 |---|---|---|
 | `marked_side` | the harness says that it is no part of the work | a side call |
 | `announced_summary` | in it the text of an announced summary | its window: `compaction` |
-| `prompt_of_a_tool_call` | its prompt is an argument of a tool call without an agent | its sub-agent, as it is named |
+| `prompt_of_a_tool_call` | its prompt is an argument of a tool call without an agent | that sub-agent, as it is named |
 | `unannounced_summary` | in it the text of a turn that nothing went on from | its window: `compaction` |
 | `named_agent` | the harness names a sub-agent | that one |
 | `prompt_of_another` | its prompt is that of a sub-agent | a sub-agent of that name |
@@ -54,7 +54,7 @@ from typing import Final
 
 from infra.chat.messages import Message
 from proxy.conversation.requests import Hints, ModelRequest
-from proxy.conversation.sub_agents import Asked, Claims, claim_of, hinted_id, is_minted
+from proxy.conversation.sub_agents import TaskCall, TaskCalls, hinted_id, is_minted, task_call_of
 from trajectory.kinds import ROOT_AGENT
 from trajectory.records import CallRecord
 
@@ -89,7 +89,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _PlacedCall:
     agent: str
     thread: int
     """-1 for side calls."""
@@ -109,7 +109,7 @@ class Lineage:
     """The calls of one episode so far."""
 
     def __init__(self) -> None:
-        self._calls: list[_Call] = []
+        self._calls: list[_PlacedCall] = []
         self._lines: list[list[int]] = []
         """Of each thread: its line of calls."""
         self._threads: dict[str, int] = {}
@@ -122,7 +122,7 @@ class Lineage:
         """Of each agent: its latest calls that nothing went on from."""
         self._opened: set[int] = set()
         """Summaries with which a window has opened."""
-        self._claims = Claims()
+        self._tasks = TaskCalls()
         self._announces = False
         """The harness marks its requests for summaries."""
 
@@ -138,7 +138,7 @@ class Lineage:
 
         ``path``: the sampled turns that it contains, in order. ``synthetic_after``: after the last of them stands an
         assistant turn that the policy never said. ``running``: agents of calls that are being sampled; the tool calls
-        that started them count as claimed.
+        that started them have their agents.
         """
         hints = request.hints
         origin = self._calls[_origin(path).seq] if path else None
@@ -167,7 +167,7 @@ class Lineage:
             thread = self._threads[agent] if origin is None else origin.thread
             thread = self._calls[compacts].thread if compacts >= 0 else thread
             fork = self._why(request, path, synthetic_after, thread=thread, since=compacts)
-            if fork == "unexplained" and origin is None and claim_of(agent) is not None:
+            if fork == "unexplained" and origin is None and task_call_of(agent) is not None:
                 fork = "agent"  # one more agent with the same prompt than calls that ask for one
         if compacts >= 0 and self._announces and not self._calls[compacts].summary:
             notes.append(f"call {compacts} is the summary of this window, but was not announced as one")
@@ -184,11 +184,11 @@ class Lineage:
         ``added``: the messages that it added to its parent's path. ``name``: ``ModelRequest.name``; without it, a
         request that is sampled once more isn't recognised as such.
         """
-        self._claims.answered(added)
+        self._tasks.answered(added)
         agent, base = record.agent, self._base(record)
         thread = -1 if record.side else self._thread(record)
         self._calls.append(
-            _Call(
+            _PlacedCall(
                 agent=agent,
                 thread=thread,
                 side=record.side,
@@ -220,7 +220,7 @@ class Lineage:
         last = agent.rpartition("/")[2]
         if agent != ROOT_AGENT and not is_minted(last):
             self._ids[last] = agent
-        self._claims.observe(record.seq, agent, turn)
+        self._tasks.observe(record.seq, agent, turn)
 
     def _base(self, record: CallRecord) -> int:
         """The last call whose whole sequence a call keeps, -1 for none."""
@@ -261,7 +261,7 @@ class Lineage:
     def _new_root(self, request: ModelRequest, running: Collection[str]) -> tuple[str, int, bool]:
         """Agent, summary and whether it is a side call, of a request without any sampled turn."""
         hints = request.hints
-        asked, fresh = self._claims.find(request.messages, running, late=hints.sub_agent is not False)
+        asked, fresh = self._tasks.find(request.messages, running, late=hints.sub_agent is not False)
         named = self._named(hints, asked)
         if hints.side:
             return named or ROOT_AGENT, -1, True
@@ -273,7 +273,7 @@ class Lineage:
         if named is not None and named != ROOT_AGENT:
             return named, self._pending(request, named), False
         if asked is not None:
-            return self._claims.name(asked), -1, False
+            return self._tasks.name(asked), -1, False
         if hints.sub_agent:
             return f"{ROOT_AGENT}/~{request.digest.hex()[:8]}", -1, False
         compacts = self._pending(request, named)
@@ -287,17 +287,17 @@ class Lineage:
         id_ = hinted_id(request.hints.agent)
         if not id_ or id_ in self._ids:
             return None
-        asked, _ = self._claims.find(_after_last_turn(request.messages), ())
+        asked, _ = self._tasks.find(_after_last_turn(request.messages), ())
         return None if asked is None else self._named(request.hints, asked)
 
-    def _named(self, hints: Hints, asked: Asked | None) -> str | None:
+    def _named(self, hints: Hints, asked: TaskCall | None) -> str | None:
         """The agent that the harness names, None when it doesn't say. ``asked``: the call that seems to have started
         the agent."""
         id_ = hinted_id(hints.agent)
         if id_:
             parent = self._ids.get(hinted_id(hints.parent))
             if parent is None:
-                parent = ROOT_AGENT if asked is None else self._claims.asker(asked)
+                parent = ROOT_AGENT if asked is None else self._tasks.asker(asked)
             return self._ids.get(id_, f"{parent}/{id_}")
         # A harness that names its sub-agents leaves only its main agent unnamed.
         main = hints.sub_agent is False or (hints.sub_agent is None and bool(self._ids))
@@ -321,26 +321,26 @@ class Lineage:
         those is older than it."""
         after = max(turn.seq for turn in path)
         for announced in (True, False):
-            found = self._find_summary(request, after, agent, announced=announced)
-            if found >= 0:
-                return found
+            summary = self._find_summary(request, after, agent, announced=announced)
+            if summary >= 0:
+                return summary
         copies = not any(turn.own for turn in path)
         return self._pending(request, agent, after) if copies else -1
 
     def _find_summary(self, request: ModelRequest, after: int, agent: str | None, *, announced: bool) -> int:
         """The latest call after ``after`` whose text stands in what the user or the system says, -1 for none."""
-        told: str | None = None
+        heard: str | None = None
         for seq in self._candidates(after, agent):
             call = self._calls[seq]
-            if call.summary != announced or (not announced and self._claims.finished(call.agent)):
+            if call.summary != announced or (not announced and self._tasks.finished(call.agent)):
                 continue
             shortest = 1 if announced and self._lost_since(call.thread, seq) else SHORTEST
             for form in _forms(call.text):
                 if len(form) < shortest:
                     continue
-                if told is None:
-                    told = "\n".join(_even(m.content) for m in request.messages if m.role in ("user", "system"))
-                if form in told:
+                if heard is None:
+                    heard = "\n".join(_even(m.content) for m in request.messages if m.role in ("user", "system"))
+                if form in heard:
                     return seq
         return -1
 
@@ -349,12 +349,12 @@ class Lineage:
         it. -1 for none, or for several."""
         if not request.tools and self._tooled:
             return -1
-        found = [
+        pending = [
             seq
             for seq in self._candidates(after, agent)
             if self._calls[seq].summary and self._lost_since(self._calls[seq].thread, seq)
         ]
-        return max(found) if len({self._calls[seq].agent for seq in found}) == 1 else -1
+        return max(pending) if len({self._calls[seq].agent for seq in pending}) == 1 else -1
 
     def _candidates(self, after: int, agent: str | None) -> list[int]:
         """Possible summaries, latest first."""
@@ -405,12 +405,12 @@ def _origin(path: Sequence[Continued]) -> Continued:
 
 
 def _after_last_turn(messages: Sequence[Message]) -> list[Message]:
-    found: list[Message] = []
+    after: list[Message] = []
     for message in reversed(messages):
         if message.role == "assistant":
             break
-        found.append(message)
-    return found
+        after.append(message)
+    return after
 
 
 def _forms(text: str) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Which tool call started a sub-agent: its prompt is, word for word, an argument of a call that waits for its answer.
 
-Of equal calls the first that no agent has claimed is taken, so that equal sub-agents side by side are told apart. An
-agent that was found by its call is named after it, so that the names alone tell which calls are claimed.
+Of equal calls the first that has no agent yet is taken, so that equal sub-agents side by side are told apart. An agent
+that was found by its call is named after it, so that the names alone tell which calls have theirs.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from trajectory.kinds import ROOT_AGENT
 DEEPEST: Final = 4
 """Nesting of tool arguments down to which a prompt is looked for."""
 
-Asked = tuple[int, int]
-"""A tool call: ``seq`` of the call that sampled it, and its number in that turn."""
+TaskCall = tuple[int, int]
+"""A tool call that may have started a sub-agent: ``seq`` of the call that sampled it, and its number in that turn."""
 
 _MINTED = re.compile(r"\d+\.\d+|~[0-9a-f]+", re.ASCII)
 _UNFIT = re.compile(r"[^A-Za-z0-9_.:-]")
 
 
-class Claims:
+class TaskCalls:
     """The tool calls of one episode and the agents that they started."""
 
     def __init__(self) -> None:
-        self._open: dict[str, Asked] = {}
+        self._open: dict[str, TaskCall] = {}
         """Ids of tool calls that are not answered."""
-        self._answered: set[Asked] = set()
-        self._with: dict[bytes, list[Asked]] = {}
+        self._answered: set[TaskCall] = set()
+        self._with: dict[bytes, list[TaskCall]] = {}
         """Hash of a string argument -> the tool calls that have it."""
-        self._claimed: set[Asked] = set()
+        self._started: set[TaskCall] = set()
         self._agents: dict[int, str] = {}
         """Whose a call is, of those whose turn calls tools."""
 
@@ -45,10 +45,9 @@ class Claims:
                 self._answered.add(asked)
 
     def observe(self, seq: int, agent: str, turn: Message) -> None:
-        """A call was recorded: its agent has claimed what it is named after, and its turn may ask for new ones."""
-        claimed = claim_of(agent)
-        if claimed is not None:
-            self._claimed.add(claimed)
+        """A call was recorded: what its agent is named after has started it, and its turn may start others."""
+        if (own := task_call_of(agent)) is not None:
+            self._started.add(own)
         if turn.tool_calls:
             self._agents[seq] = agent
         for index, call in enumerate(turn.tool_calls):
@@ -58,38 +57,38 @@ class Claims:
 
     def find(
         self, messages: Sequence[Message], running: Collection[str], *, late: bool = True
-    ) -> tuple[Asked | None, bool]:
-        """The tool call that has one of these messages' texts as an argument, and whether it was unclaimed.
+    ) -> tuple[TaskCall | None, bool]:
+        """The tool call that has one of these messages' texts as an argument, and whether it has no agent.
 
-        ``running``: names of agents whose calls are claimed though nothing is recorded of them. ``late``: also take an
-        unclaimed call that is answered: an agent in the background may ask for the first time after that.
+        ``running``: names of agents that have their calls though nothing is recorded of them. ``late``: also take a
+        call without an agent that is answered: an agent in the background may ask for the first time after that.
         """
         if not self._with:
             return None, False
-        found = [asked for m in messages if m.role == "user" for asked in self._with.get(_key(m.content.strip()), ())]
-        free = [asked for asked in found if asked not in self._claimed and self.name(asked) not in running]
+        equal = [asked for m in messages if m.role == "user" for asked in self._with.get(_key(m.content.strip()), ())]
+        free = [asked for asked in equal if asked not in self._started and self.name(asked) not in running]
         waiting = [asked for asked in free if asked not in self._answered]
         if waiting:
             return min(waiting), True
-        shared = [asked for asked in found if asked not in self._answered]
+        shared = [asked for asked in equal if asked not in self._answered]
         if shared:
             return max(shared), False
         return (min(free), True) if free and late else (None, False)
 
-    def asker(self, asked: Asked) -> str:
+    def asker(self, asked: TaskCall) -> str:
         """The agent that made a tool call."""
         return self._agents[asked[0]]
 
-    def name(self, asked: Asked) -> str:
+    def name(self, asked: TaskCall) -> str:
         """The agent that a tool call started."""
         return f"{self.asker(asked)}/{asked[0]}.{asked[1]}"
 
     def finished(self, agent: str) -> bool:
         """The tool call that started the agent is answered, as far as it is known."""
-        return claim_of(agent) in self._answered
+        return task_call_of(agent) in self._answered
 
 
-def claim_of(agent: str) -> Asked | None:
+def task_call_of(agent: str) -> TaskCall | None:
     """The tool call that an agent is named after."""
     last = agent.rpartition("/")[2]
     if not is_minted(last) or last.startswith("~"):

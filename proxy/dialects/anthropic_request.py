@@ -143,7 +143,7 @@ def _messages(value: Any) -> tuple[Message, ...]:
             if isinstance(content, str):
                 read.append(Message(role, content))
             else:
-                read += _said(role, content, position)
+                read += _blocks_of(role, content, position)
         else:
             raise BadRequest(f"messages.{position}.role: must be user, assistant or system", param="messages")
     if read[-1].role == "assistant":
@@ -154,7 +154,7 @@ def _messages(value: Any) -> tuple[Message, ...]:
     return tuple(read)
 
 
-def _said(role: Role, content: Any, position: int) -> list[Message]:
+def _blocks_of(role: Role, content: Any, position: int) -> list[Message]:
     """The blocks of a user's or system message; the later ones stand in the same turn."""
     where = f"messages.{position}.content"
     read: list[Message] = []

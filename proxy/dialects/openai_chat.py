@@ -106,13 +106,13 @@ def parse(body: bytes, headers: Mapping[bytes, bytes]) -> ModelRequest:
 
 def response(request: ModelRequest, turn: Turn) -> bytes:
     """The body of an answer without streaming."""
-    said = turn.message
-    content = None if said.tool_calls and not said.content else said.content
+    sampled = turn.message
+    content = None if sampled.tool_calls and not sampled.content else sampled.content
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-    if said.reasoning:
-        message["reasoning_content"] = said.reasoning
-    if said.tool_calls:
-        message["tool_calls"] = [_call(call) for call in said.tool_calls]
+    if sampled.reasoning:
+        message["reasoning_content"] = sampled.reasoning
+    if sampled.tool_calls:
+        message["tool_calls"] = [_call(call) for call in sampled.tool_calls]
     choice = {"index": 0, "message": message, "finish_reason": _finish(turn), "logprobs": None}
     head = _envelope(request, turn, "chat.completion")
     return bodies.dump(head | {"choices": [choice], "usage": _usage(turn)})
@@ -130,14 +130,14 @@ def stream_turn(request: ModelRequest, turn: Turn) -> bytes:
     the text of half a turn for the end of the work. The usage is in it and, where it was asked for, in the event of its
     own that the dialect has for it.
     """
-    said = turn.message
+    sampled = turn.message
     delta: dict[str, Any] = {}
-    if said.reasoning:
-        delta["reasoning_content"] = said.reasoning
-    if said.content:
-        delta["content"] = said.content
-    if said.tool_calls:
-        delta["tool_calls"] = [{"index": index, **_call(call)} for index, call in enumerate(said.tool_calls)]
+    if sampled.reasoning:
+        delta["reasoning_content"] = sampled.reasoning
+    if sampled.content:
+        delta["content"] = sampled.content
+    if sampled.tool_calls:
+        delta["tool_calls"] = [{"index": index, **_call(call)} for index, call in enumerate(sampled.tool_calls)]
     head, usage = _envelope(request, turn, "chat.completion.chunk"), _usage(turn)
     choice = {"index": 0, "delta": delta, "finish_reason": _finish(turn)}
     events = [bodies.data_event(head | {"choices": [choice], "usage": usage})]

@@ -81,21 +81,21 @@ def error(fault: GatewayError) -> bytes:
 
 
 def _items(request: ModelRequest, turn: Turn) -> list[dict[str, Any]]:
-    said, turn_id = turn.message, turn.turn_id
+    sampled, turn_id = turn.message, turn.turn_id
     items: list[dict[str, Any]] = []
-    if said.reasoning:
+    if sampled.reasoning:
         item: dict[str, Any] = {"type": "reasoning", "id": bodies.reference(turn_id, "rs"), "summary": []}
-        item["content"] = [{"type": "reasoning_text", "text": said.reasoning}]
+        item["content"] = [{"type": "reasoning_text", "text": sampled.reasoning}]
         if ENCRYPTED in (request.asked.get("include") or ()):
             item["encrypted_content"] = bodies.reference(turn_id)
         items.append(item)
-    if said.content:
-        part = {"type": "output_text", "text": said.content, "annotations": []}
+    if sampled.content:
+        part = {"type": "output_text", "text": sampled.content, "annotations": []}
         state = "completed" if turn.finish_reason == "stop" else "incomplete"
         head = {"type": "message", "id": bodies.reference(turn_id, "msg"), "role": "assistant", "status": state}
         items.append(head | {"content": [part]})
     tools = {tool.name: tool.parameters for tool in request.tools}
-    for index, call in enumerate(said.tool_calls):
+    for index, call in enumerate(sampled.tool_calls):
         items.append(_call(call, turn_id, index, tools.get(call.name)))
     return items if request.begun is None else [item for item in items if not _got(request.begun, item)]
 

@@ -160,7 +160,7 @@ def _input(value: Any) -> tuple[tuple[Message, ...], Message | None]:
         if turn is not None:
             read.append(turn.message())
             turn = None
-        read += _said(kind, item, where)
+        read += _blocks_of(kind, item, where)
     if (read and read[-1].role == "assistant") or not read or (turn is not None and not turn.turn_id):
         raise BadRequest("the last item must not be from the assistant: prefill is not supported", param="input")
     return tuple(read), None if turn is None else turn.message()
@@ -183,7 +183,7 @@ def _add(turn: _Turn, kind: str, item: dict[str, Any], where: str) -> None:
         turn.calls.append(ToolCall(identity, f"{space}.{name}" if space else name, written))
 
 
-def _said(kind: Any, item: dict[str, Any], where: str) -> list[Message]:
+def _blocks_of(kind: Any, item: dict[str, Any], where: str) -> list[Message]:
     """The blocks of an item that is not the assistant's."""
     if kind in ("function_call_output", "custom_tool_call_output"):
         call = item.get("call_id")
@@ -251,14 +251,14 @@ def _name(tool: dict[str, Any], where: str) -> str:
 def _hints(headers: Mapping[bytes, bytes], model: str, *, only_hosted: bool) -> Hints:
     """What codex says in its headers. A sub-agent is named by its thread; the main agent's thread is the session."""
     side = True if only_hosted else bodies.side(model)
-    said = _metadata(bodies.header(headers, b"x-codex-turn-metadata"))
-    if not said:
+    metadata = _metadata(bodies.header(headers, b"x-codex-turn-metadata"))
+    if not metadata:
         return Hints(side=side)
-    session, name, kind = (str(said.get(key, "")) for key in ("session_id", "agent_name", "subagent_kind"))
-    thread = str(said.get("thread_id", "")) or bodies.header(headers, b"x-codex-window-id").partition(":")[0]
-    parent = str(said.get("parent_thread_id", ""))
-    asks = said.get("request_kind")
-    sub_agent = bool(kind or parent or said.get("thread_source") == "subagent" or name not in ("", "/root"))
+    session, name, kind = (str(metadata.get(key, "")) for key in ("session_id", "agent_name", "subagent_kind"))
+    thread = str(metadata.get("thread_id", "")) or bodies.header(headers, b"x-codex-window-id").partition(":")[0]
+    parent = str(metadata.get("parent_thread_id", ""))
+    asks = metadata.get("request_kind")
+    sub_agent = bool(kind or parent or metadata.get("thread_source") == "subagent" or name not in ("", "/root"))
     return Hints(
         agent=(thread or name) if sub_agent else "",
         parent=parent if sub_agent and parent != session else "",
@@ -268,9 +268,9 @@ def _hints(headers: Mapping[bytes, bytes], model: str, *, only_hosted: bool) -> 
     )
 
 
-def _metadata(written: str) -> dict[str, Any]:
+def _metadata(header: str) -> dict[str, Any]:
     try:
-        said = json.loads(written)
+        metadata = json.loads(header)
     except (ValueError, RecursionError):
         return {}
-    return said if isinstance(said, dict) else {}
+    return metadata if isinstance(metadata, dict) else {}
