@@ -53,16 +53,8 @@ class StoredTurn(msgspec.Struct, frozen=True, array_like=True):
     """What the harness asked for and the run decided otherwise, or ignored."""
 
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(StoredTurn)
-
-
-def encode(turn: StoredTurn) -> bytes:
-    return _encoder.encode(turn)
-
-
-def decode(data: bytes) -> StoredTurn:
-    return _decoder.decode(data)
+encode = msgspec.msgpack.Encoder().encode
+decode = msgspec.msgpack.Decoder(StoredTurn).decode
 
 
 def stored_message(message: Message) -> StoredMessage:
@@ -92,13 +84,13 @@ def message_of(stored: StoredMessage) -> Message:
 def message_key(message: Message) -> bytes:
     """Hash of a message as it was sent. What a tool message answers is left out: its tokens don't depend on it."""
     sent = (message.role, message.content, message.reasoning, _calls(message), message.joined, message.turn_id)
-    return xxhash.xxh3_128_digest(_encoder.encode(sent))
+    return xxhash.xxh3_128_digest(encode(sent))
 
 
 def root_key(system: Message | None, tools: tuple[Tool, ...]) -> bytes:
     """Hash of what opens a conversation: the system text and the tools in their order."""
     listed = [(tool.name, tool.description, tool.parameters) for tool in tools]
-    return xxhash.xxh3_128_digest(_encoder.encode((None if system is None else system.content, listed)))
+    return xxhash.xxh3_128_digest(encode((None if system is None else system.content, listed)))
 
 
 def _calls(message: Message) -> list[tuple[str, str, str]]:

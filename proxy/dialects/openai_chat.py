@@ -120,7 +120,8 @@ def response(request: ModelRequest, turn: Turn) -> bytes:
 
 def stream_start(request: ModelRequest, turn: Turn) -> bytes:
     """The first bytes of a stream."""
-    return _chunk(_envelope(request, turn, "chat.completion.chunk"), {"role": "assistant", "content": ""})
+    choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+    return bodies.data_event(_envelope(request, turn, "chat.completion.chunk") | {"choices": [choice]})
 
 
 def stream_turn(request: ModelRequest, turn: Turn) -> bytes:
@@ -250,10 +251,6 @@ def _usage(turn: Turn) -> dict[str, Any]:
 def _envelope(request: ModelRequest, turn: Turn, kind: str) -> dict[str, Any]:
     identity = bodies.reference(turn.turn_id, "chatcmpl")
     return {"id": identity, "object": kind, "created": turn.created, "model": bodies.model_of(request)}
-
-
-def _chunk(head: dict[str, Any], delta: dict[str, Any], finish: str | None = None) -> bytes:
-    return bodies.data_event(head | {"choices": [{"index": 0, "delta": delta, "finish_reason": finish}]})
 
 
 def _call(call: ToolCall) -> dict[str, Any]:

@@ -18,30 +18,22 @@ Pure: no clock, no I/O. It knows neither routes nor engines.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from infra.sglang.client import Loads
+from proxy.limits import Limits
 
 STEP = 1 / 64
 """Of the engine's KV pool, by which the windows of all proxies together grow in one look."""
 
 
-@dataclass(frozen=True)
-class Marks:
-    """Where pressure begins. Both marks are shares of the engine's KV pool that running requests hold."""
-
-    low: float
-    """Below it a window may grow."""
-    high: float
-    """Above it a window is halved."""
-    queue_s: float
-    """The engine's queue may last this many seconds before a window is halved; a cut gets as long to have effect."""
-
-
 class Window:
-    """Of one engine, for one proxy. ``take`` and ``give`` come in pairs."""
+    """Of one engine, for one proxy. ``take`` and ``give`` come in pairs.
 
-    def __init__(self, marks: Marks) -> None:
+    Pressure begins where the limits say: above ``kv_high``, or after ``queue_s`` of a queue, a window is halved, and
+    a cut gets as long to have effect; below ``kv_low`` it may grow.
+    """
+
+    def __init__(self, limits: Limits) -> None:
         self.size = math.inf
         """Tokens that may be in flight."""
         self.used = 0
@@ -49,7 +41,7 @@ class Window:
         self.calls = 0
         self.wanted = False
         """A call was turned away since the last look."""
-        self._marks = marks
+        self._limits = limits
         self._queued_since: float | None = None
         self._cut_at = -math.inf
 
@@ -75,13 +67,13 @@ class Window:
             self._queued_since = None
         elif self._queued_since is None:
             self._queued_since = now
-        queued = self._queued_since is not None and now - self._queued_since >= self._marks.queue_s
+        queued = self._queued_since is not None and now - self._queued_since >= self._limits.queue_s
         step = load.max_tokens * STEP / max(1, proxies)
-        if share > self._marks.high or queued:
-            if self.used <= self.size and now - self._cut_at >= self._marks.queue_s:
+        if share > self._limits.kv_high or queued:
+            if self.used <= self.size and now - self._cut_at >= self._limits.queue_s:
                 self.size = max(step, min(self.size, self.used) / 2)
                 self._cut_at = now
-        elif wanted and not load.waiting and share < self._marks.low:
+        elif wanted and not load.waiting and share < self._limits.kv_low:
             self.size += step
 
 

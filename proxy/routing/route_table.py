@@ -19,7 +19,7 @@ from redis.asyncio import Redis
 from infra.sglang.errors import EngineError, EngineRefused
 from infra.state import keys
 from proxy.limits import Limits
-from proxy.routing.admission import Marks, Window
+from proxy.routing.admission import Window
 from proxy.routing.engine import Engine, Reporting
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,6 @@ class RouteTable:
         """Monotonic time at which the proxy's lease ends."""
         self.proxy_id = proxy_id
         self._redis, self._connect, self._limits = redis, connect, limits
-        self._marks = Marks(limits.kv_low, limits.kv_high, limits.queue_s)
         self._engines: dict[tuple[str, str], Engine] = {}
         self._windows: dict[tuple[str, str], Window] = {}
         self._silent: set[tuple[str, str]] = set()
@@ -86,7 +85,7 @@ class RouteTable:
     def window(self, route: keys.Route) -> Window:
         name = _engine_name(route)
         if name not in self._windows:
-            self._windows[name] = Window(self._marks)
+            self._windows[name] = Window(self._limits)
         return self._windows[name]
 
     def engine(self, route: keys.Route) -> Engine:

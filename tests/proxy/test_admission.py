@@ -18,12 +18,13 @@ from infra.sglang.client import Loads
 from infra.sglang.errors import EngineLost, EngineRefused
 from infra.state import keys
 from proxy.errors import NoCell
-from proxy.routing.admission import STEP, Marks, Window, rank
+from proxy.limits import Limits
+from proxy.routing.admission import STEP, Window, rank
 from proxy.routing.router import Router
 from proxy.routing.slot import Slot
 from workers.harness_check.engine import Script, ScriptedEngine, ScriptedTurn
 
-MARKS = Marks(low=0.85, high=0.95, queue_s=10.0)
+MARKS = Limits(kv_low=0.85, kv_high=0.95, queue_s=10.0)
 POOL = 64_000
 IDLE, FULL, QUEUED = Loads(1, 0, 1000, POOL), Loads(9, 0, 63_000, POOL), Loads(9, 3, 50_000, POOL)
 LIMITS = QUICK.model_copy(update={"load_s": 0.05, "queue_s": 0.2, "near_s": 0.4})
