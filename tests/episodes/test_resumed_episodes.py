@@ -132,7 +132,7 @@ class Runs:
         }
         episode = EpisodeInput.model_validate(values | changes)
         self.workspace = self.runner.folder(episode) / "workspace"
-        running = asyncio.create_task(self.runner.run(episode, lambda: None))
+        running = asyncio.create_task(self.runner.run(episode))
         await until((self.workspace / "started").exists)
         self.name = self.runner.name(episode)
         self.keys.append((await self.redis.get(keys.api_key_of(self.name))).decode())
