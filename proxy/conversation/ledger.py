@@ -109,7 +109,7 @@ class Ledger:
         self._roots: dict[bytes, Node] = {}
         self._minted: dict[str, Node] = {}
         """Tool-call and turn ids -> the turn that got them."""
-        self._said: dict[bytes, Node] = {}
+        self._by_content: dict[bytes, Node] = {}
 
     def plan(self, request: ModelRequest, running: Collection[str] = ()) -> PlannedCall:
         """Match a request to its longest known path, place it, and render what is new. Changes nothing.
@@ -212,13 +212,13 @@ class Ledger:
         message, output = message_of(stored.message), _ids(record.output_bytes)
         turn = leaf.child(message_key(message), message, header + output)
         turn.closed = bool(output) and output[-1] in self._renderer.stop_token_ids
-        turn.header, turn.said, turn.call, turn.own = len(header), record.seq, record.seq, True
+        turn.header, turn.sampled_by, turn.call, turn.own = len(header), record.seq, record.seq, True
         leaf.samples.append(turn)
         leaf.children[turn.key] = (turn, False)
         for name in (message.turn_id, *(call.id for call in message.tool_calls)):
             if name:
                 self._minted[name] = turn
-        self._said[_said_key(message)] = turn
+        self._by_content[_content_key(message)] = turn
         self.turns.append(turn)
         messages = [node.message for node in added if node.message is not None]
         self._lineage.observe(record, messages, message, stored.name)
@@ -241,13 +241,13 @@ class Ledger:
 
     def _copied(self, node: Node, key: bytes, message: Message, tools: tuple[Tool, ...]) -> tuple[Node, bool] | None:
         """The sampled turn that an assistant message is, wholly or in part; None if the policy never said it."""
-        said, calls = self._recognise(node, message)
-        if said is None or said.message is None:
+        sampled, calls = self._recognise(node, message)
+        if sampled is None or sampled.message is None:
             return None
-        rewritten = canonical.rewritten(said.message, message, tools) if calls is None else False
-        if said.parent is node and calls is None:
-            return said, rewritten
-        output = said.ids[said.header :]
+        rewritten = canonical.rewritten(sampled.message, message, tools) if calls is None else False
+        if sampled.parent is node and calls is None:
+            return sampled, rewritten
+        output = sampled.ids[sampled.header :]
         if calls is not None:
             cut = self._renderer.parse(output).cuts[calls]
             if not cut:  # nothing is left of it, or it cannot be cut between two tokens
@@ -255,28 +255,29 @@ class Ledger:
             output = output[:cut]
         header = self._header(node)
         copy = node.child(key, message, header + output)
-        copy.header, copy.said, copy.partial, copy.rewritten = len(header), said.said, calls is not None, rewritten
-        copy.closed = said.closed and calls is None
-        if said.parent is node:
-            copy.twin = said
+        copy.header, copy.sampled_by = len(header), sampled.sampled_by
+        copy.partial, copy.rewritten = calls is not None, rewritten
+        copy.closed = sampled.closed and calls is None
+        if sampled.parent is node:
+            copy.twin = sampled
         return copy, rewritten
 
     def _recognise(self, node: Node, message: Message) -> tuple[Node | None, int | None]:
         """The turn that was sampled, and how many of its calls are left where it came back in part."""
         names = [message.turn_id, *(call.id for call in message.tool_calls)]
-        said = next((turn for name in names if (turn := self._minted.get(name)) is not None), None)
-        if said is not None and said.message is not None:
-            was = said.message
+        sampled = next((turn for name in names if (turn := self._minted.get(name)) is not None), None)
+        if sampled is not None and sampled.message is not None:
+            was = sampled.message
             if {(c.id, c.name) for c in was.tool_calls} == {(c.id, c.name) for c in message.tool_calls}:
-                return said, None
+                return sampled, None
             kept = canonical.kept_calls(was, message)
-            return (None, None) if kept is None else (said, kept)
-        wanted = _said_key(message)
+            return (None, None) if kept is None else (sampled, kept)
+        wanted = _content_key(message)
         equal: list[Node] = []
         for sample in reversed(node.samples):
             if sample.message is None:
                 continue
-            if _said_key(sample.message) == wanted:
+            if _content_key(sample.message) == wanted:
                 if sample.message.reasoning == message.reasoning:
                     return sample, None
                 equal.append(sample)
@@ -286,7 +287,7 @@ class Ledger:
                 return sample, kept
         if equal:
             return equal[0], None
-        return (self._said.get(wanted) if any(canonical.said_key(message)) else None), None
+        return (self._by_content.get(wanted) if any(canonical.said_key(message)) else None), None
 
     def _restored(self, node: Node | None, stored: StoredNode, full: array[int]) -> Node:
         ids = full[0 if node is None else node.end : stored.end]
@@ -303,7 +304,7 @@ class Ledger:
             return known[0]
         child = node.child(key, message, ids)
         child.closed, child.synthetic, child.rewritten = stored.closed, stored.synthetic, stored.rewritten
-        child.said, child.partial = stored.said, stored.partial
+        child.sampled_by, child.partial = stored.sampled_by, stored.partial
         node.children[key] = (child, stored.rewritten)
         return child
 
@@ -325,8 +326,8 @@ def _turns(leaf: Node) -> tuple[tuple[Continued, ...], int, bool]:
         if step.synthetic:
             synthetic += 1
             after |= not turns
-        elif step.said >= 0:
-            turns.append(Continued(step.said, step.own, not step.partial))
+        elif step.sampled_by >= 0:
+            turns.append(Continued(step.sampled_by, step.own, not step.partial))
     return tuple(reversed(turns)), synthetic, after
 
 
@@ -344,7 +345,7 @@ def _delta(leaf: Node, header: int) -> tuple[int, int, int, tuple[Node, ...]]:
     parent, kept = known.call, known.end
     twin = added[0].twin if added else None
     if not added and known.samples:
-        parent, kept = known.samples[-1].said, known.end + header
+        parent, kept = known.samples[-1].sampled_by, known.end + header
     elif twin is not None and twin.call >= 0:
         parent, kept = twin.call, min(twin.end, added[0].end)
     return parent, kept, known.depth, tuple(added)
@@ -356,5 +357,5 @@ def _ids(data: bytes) -> array[int]:
     return ids
 
 
-def _said_key(message: Message) -> bytes:
+def _content_key(message: Message) -> bytes:
     return xxhash.xxh3_128_digest("\0".join(canonical.said_key(message)).encode("utf-8", "surrogatepass"))

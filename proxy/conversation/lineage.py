@@ -3,7 +3,7 @@
 The conversation decides: which sampled turns a request contains, which tool call asked for it, which summary it opens
 with. What the harness says of itself (``Hints``) decides only where that shows nothing; a contradiction is returned.
 
-Invariant: ``place`` changes nothing. All that it needs comes from ``observe``, that is from records and their notes, so
+Invariant: ``place`` changes nothing. All that it needs comes from ``observe``, that is from records and stored turns:
 a lineage that is rebuilt places every request as the one that lived through the calls.
 
 Whose a request is, and what for; the first row that fits. `test_lineage.py` has a test of each row's name.
@@ -143,7 +143,7 @@ class Lineage:
         hints = request.hints
         origin = self._calls[_origin(path).seq] if path else None
         side, summary, compacts = hints.side is True, hints.summary is True, -1
-        notes: list[str] = []
+        disagreements: list[str] = []
         if origin is None:
             agent, compacts, side = self._new_root(request, running)
         elif (forked := self._forked(request)) is not None:
@@ -152,7 +152,7 @@ class Lineage:
             agent, side = origin.agent, side or origin.side
             if self._goes_on(path, synthetic_after):
                 if origin.summary and not summary:
-                    notes.append(f"the line goes on from call {path[-1].seq}, which was announced as a summary")
+                    disagreements.append(f"the line goes on from call {path[-1].seq}, which was announced as a summary")
             elif not side and not summary:
                 compacts = self._summary_after(request, path, agent)
         if side:
@@ -170,13 +170,13 @@ class Lineage:
             if fork == "unexplained" and origin is None and task_call_of(agent) is not None:
                 fork = "agent"  # one more agent with the same prompt than calls that ask for one
         if compacts >= 0 and self._announces and not self._calls[compacts].summary:
-            notes.append(f"call {compacts} is the summary of this window, but was not announced as one")
+            disagreements.append(f"call {compacts} is the summary of this window, but was not announced as one")
         if side and hints.side is False:
-            notes.append("the call stands alone without tools, but the harness says that it is no side call")
-        said = self._said(hints, agent)
-        if said != agent:
-            notes.append(f"the conversation is that of {agent}, but the harness says {said}")
-        return Place(agent, side, summary and not side, compacts, fork, tuple(notes))
+            disagreements.append("the call stands alone without tools, but the harness says that it is no side call")
+        named = self._agent_by_hints(hints, agent)
+        if named != agent:
+            disagreements.append(f"the conversation is that of {agent}, but the harness says {named}")
+        return Place(agent, side, summary and not side, compacts, fork, tuple(disagreements))
 
     def observe(self, record: CallRecord, added: Sequence[Message], turn: Message, name: bytes = b"") -> None:
         """A call was recorded; calls come in the order of ``seq``.
@@ -303,7 +303,7 @@ class Lineage:
         main = hints.sub_agent is False or (hints.sub_agent is None and bool(self._ids))
         return ROOT_AGENT if main else None
 
-    def _said(self, hints: Hints, agent: str) -> str:
+    def _agent_by_hints(self, hints: Hints, agent: str) -> str:
         """The agent that the harness says outright; ``agent`` if it doesn't contradict that."""
         id_ = hinted_id(hints.agent)
         if id_:

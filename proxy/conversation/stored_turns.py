@@ -34,7 +34,7 @@ class StoredNode(msgspec.Struct, frozen=True, array_like=True):
     synthetic: bool
     rewritten: bool
     closed: bool
-    said: int = -1
+    sampled_by: int = -1
     partial: bool = False
 
 

@@ -30,10 +30,10 @@ class Node:
     """An assistant turn that the policy never said."""
     rewritten: bool = False
     """A copy of a sampled turn under another prefix, with its text changed."""
-    said: int = -1
+    sampled_by: int = -1
     """The call that sampled this turn, whether under this prefix or another; -1 for anything else."""
     partial: bool = False
-    """Only the beginning of the turn that ``said`` sampled."""
+    """Only the beginning of the turn that ``sampled_by`` sampled."""
     own: bool = False
     """The turn as it was sampled, under its own prefix."""
     twin: Node | None = None
@@ -69,7 +69,7 @@ class Node:
     def stored(self) -> StoredNode:
         message, root = (None, self.key) if self.message is None else (stored_message(self.message), b"")
         flags = (self.synthetic, self.rewritten, self.closed)
-        return StoredNode(self.end, message, root, *flags, self.said, self.partial)
+        return StoredNode(self.end, message, root, *flags, self.sampled_by, self.partial)
 
     def continued_by(self, message: Message) -> Node | None:
         """The longest recorded user message here that ``message`` continues with a new line."""

@@ -65,16 +65,16 @@ def arguments(value: Any, where: str) -> str:
         raise BadRequest(f"{where}: nested too deeply", param=where) from fault
 
 
-def argument_value(written: str) -> Any:
+def argument_value(json_text: str) -> Any:
     """The value of a call's arguments; what is no JSON stays text."""
     try:
-        return orjson.loads(written)
+        return orjson.loads(json_text)
     except orjson.JSONDecodeError:
         pass
     try:
-        return _tolerant(written)
+        return _tolerant(json_text)
     except (ValueError, RecursionError):
-        return written
+        return json_text
 
 
 def event(name: str, data: Mapping[str, Any]) -> bytes:

@@ -205,12 +205,12 @@ def _tool_calls(calls: Any, where: str) -> Iterator[ToolCall]:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise BadRequest(f"'{where}.tool_calls' must have a function with a name", param="messages")
-        written = function.get("arguments")
-        if written is None or isinstance(written, dict | list):
-            written = bodies.arguments(written or {}, where)
-        if not isinstance(written, str):
+        arguments = function.get("arguments")
+        if arguments is None or isinstance(arguments, dict | list):
+            arguments = bodies.arguments(arguments or {}, where)
+        if not isinstance(arguments, str):
             raise BadRequest(f"'{where}.tool_calls': arguments must be JSON text", param="messages")
-        yield ToolCall(_identity(call.get("id"), where), function["name"], written)
+        yield ToolCall(_identity(call.get("id"), where), function["name"], arguments)
 
 
 def _identity(value: Any, where: str) -> str:

@@ -124,8 +124,8 @@ def _call(call: ToolCall, turn_id: str, index: int, parameters: dict[str, Any] |
     if not freeform:
         return item | {"arguments": call.arguments}
     value = bodies.argument_value(call.arguments)
-    written = value.get("input") if isinstance(value, dict) else None
-    return item | {"input": written if isinstance(written, str) else call.arguments}
+    text = value.get("input") if isinstance(value, dict) else None
+    return item | {"input": text if isinstance(text, str) else call.arguments}
 
 
 def _begun(item: dict[str, Any]) -> dict[str, Any]:

@@ -175,12 +175,12 @@ def _add(turn: _Turn, kind: str, item: dict[str, Any], where: str) -> None:
         identity, name, space = item.get("call_id"), item.get("name"), item.get("namespace")
         if not isinstance(identity, str) or not isinstance(name, str) or not isinstance(space, str | None):
             raise BadRequest(f"'{where}': call_id, name and namespace must be strings", param="input")
-        written = item.get("arguments" if kind == "function_call" else "input")
-        if not isinstance(written, str):
+        arguments = item.get("arguments" if kind == "function_call" else "input")
+        if not isinstance(arguments, str):
             raise BadRequest(f"'{where}': arguments or input must be a string", param="input")
         if kind == "custom_tool_call":
-            written = bodies.arguments({"input": written}, where)
-        turn.calls.append(ToolCall(identity, f"{space}.{name}" if space else name, written))
+            arguments = bodies.arguments({"input": arguments}, where)
+        turn.calls.append(ToolCall(identity, f"{space}.{name}" if space else name, arguments))
 
 
 def _blocks_of(kind: Any, item: dict[str, Any], where: str) -> list[Message]:

@@ -29,7 +29,7 @@ def node(message: Message | None, key: bytes, end: int) -> Node:
 
 def test_a_stored_turn_has_the_bytes_that_it_always_had() -> None:
     copy = node(TURN, b"", 31)
-    copy.rewritten, copy.closed, copy.said, copy.partial = True, True, 4, True
+    copy.rewritten, copy.closed, copy.sampled_by, copy.partial = True, True, 4, True
     nodes = [node(None, b"root", 12), node(Message("user", "go", joined=True), b"", 20), copy]
     kept = [each.stored() for each in nodes]
     stored = StoredTurn("rid", b"\0name", "turn-0", 7, 2, kept, stored_message(TURN), {"temperature": 0.5})
