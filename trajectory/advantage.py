@@ -14,7 +14,7 @@ from typing import Final, Literal
 
 import numpy as np
 
-from trajectory.records import Float64
+from trajectory.columns import Float64
 
 STD_EPSILON: Final = 1e-6
 MIN_SPREAD: Final = 1e-4
@@ -25,20 +25,17 @@ Reason = Literal["", "too_few", "no_variance", "no_tokens"]
 
 def group(rewards: Float64) -> Float64:
     """Â_e = (r_e − mean V) / (std V + 1e-6), population standard deviation."""
-    scaled: Float64 = (rewards - rewards.mean()) / (rewards.std() + STD_EPSILON)
-    return scaled
+    return mean_only(rewards) / (float(rewards.std()) + STD_EPSILON)
 
 
 def leave_one_out(rewards: Float64) -> Float64:
     """Â_e = r_e − mean(V without e) = |V| / (|V| − 1) · (r_e − mean V) (RLOO, arXiv:2402.14740)."""
-    count = len(rewards)
-    return mean_only(rewards) * (count / (count - 1))
+    return mean_only(rewards) * (len(rewards) / (len(rewards) - 1))
 
 
 def mean_only(rewards: Float64) -> Float64:
     """Â_e = r_e − mean V (Dr. GRPO, arXiv:2503.20783)."""
-    centred: Float64 = rewards - rewards.mean()
-    return centred
+    return rewards - float(rewards.mean())
 
 
 ADVANTAGES: Final[dict[str, Callable[[Float64], Float64]]] = {

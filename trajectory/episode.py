@@ -14,7 +14,7 @@ from trajectory.kinds import classify
 from trajectory.packing import EpisodeShape
 from trajectory.records import CallRecord
 from trajectory.reduction import REDUCTIONS
-from trajectory.selection import Selection, Trajectory, select
+from trajectory.selection import Selection, select
 from trajectory.tree import EpisodeTree
 
 
@@ -33,38 +33,33 @@ class GradedEpisode:
 class BuiltEpisode:
     """A valid episode: what was selected of its tree, and how that is packed and weighted."""
 
-    tree: EpisodeTree
     selection: Selection
     shape: EpisodeShape
     weights: list[float]
-
-    @property
-    def targets(self) -> int:
-        return sum(t.targets for t in self.selection.trajectories)
+    """weight_τ of each selected trajectory."""
 
 
 def build(episode: GradedEpisode, config: TrajectoryConfig) -> BuiltEpisode:
     """Raises RecordError when the records are not one complete episode."""
     tree = episode.tree or EpisodeTree.from_records(episode.records)
-    selection = select(
-        tree, classify(episode.records), config.cap, draw=config.draw, summary_reserve=config.summary_reserve
-    )
-    trajectories = selection.trajectories
-    weights = REDUCTIONS[config.reduction].weights([t.targets for t in trajectories])
-    return BuiltEpisode(tree, selection, _shape_of(tree, trajectories, config.share_prefixes), weights)
+    leaves = classify(episode.records)
+    selection = select(tree, leaves, config.cap, draw=config.draw, summary_reserve=config.summary_reserve)
+    weights = REDUCTIONS[config.reduction].weights(selection.targets)
+    return BuiltEpisode(selection, _shape_of(selection, config.share_prefixes), weights)
 
 
-def _shape_of(tree: EpisodeTree, trajectories: Sequence[Trajectory], shared: bool) -> EpisodeShape:
+def _shape_of(selection: Selection, shared: bool) -> EpisodeShape:
     """The trajectories' lengths and, if prefixes are shared, common beginnings: whole nodes of the tree, but for the
     node in which one of two ends."""
+    tree, trajectories = selection.tree, selection.trajectories
     lengths = [t.length for t in trajectories]
     if not shared:
         return EpisodeShape.unshared(tree.episode, lengths)
     order = sorted(range(len(trajectories)), key=lambda i: (trajectories[i].nodes, lengths[i]))
     common = []
     for i, j in pairwise(order):
-        nodes, following = trajectories[i].nodes, trajectories[j].nodes
-        differ = next((k for k, (a, b) in enumerate(zip(nodes, following, strict=False)) if a != b), len(nodes))
-        together = int(tree.depth[nodes[differ]]) if differ < len(nodes) else lengths[i]
+        pairs = zip(trajectories[i].nodes, trajectories[j].nodes, strict=False)
+        branch = next((node for node, other in pairs if node != other), None)
+        together = lengths[i] if branch is None else int(tree.depth[branch])
         common.append(min(together, lengths[i], lengths[j]))
     return EpisodeShape(tree.episode, lengths, order, common)

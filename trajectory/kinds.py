@@ -58,6 +58,8 @@ def classify(records: Sequence[CallRecord]) -> list[Leaf]:
     continues = _continued_calls(records)
     roles = _roles(records)
     windows = _windows(records, continues, roles)
+    for seq in _unannounced_side_calls(records, windows, roles):
+        roles[seq] = "side"
     continued = [False] * len(records)
     for seq in range(len(records) - 1, -1, -1):
         target = continues[seq]
@@ -70,16 +72,10 @@ def classify(records: Sequence[CallRecord]) -> list[Leaf]:
     for seq, window in enumerate(windows):
         if not continued[seq] and roles[seq] == "line":
             last_of_line[window] = seq
-    alone = _alone(records, windows, roles)
     return [
-        Leaf(
-            seq,
-            Kind.SIDE if seq in alone else _kind(record, roles[seq], last_of_line.get(window)),
-            record.agent,
-            window,
-        )
-        for seq, (record, window) in enumerate(zip(records, windows, strict=True))
-        if not continued[seq]
+        Leaf(record.seq, _kind(record, role, last_of_line.get(window)), record.agent, window)
+        for record, role, window in zip(records, roles, windows, strict=True)
+        if not continued[record.seq]
     ]
 
 
@@ -101,32 +97,31 @@ def _kind(record: CallRecord, role: CallRole, last: int | None) -> Kind:
     return Kind.MAIN if main else Kind.SUB_AGENT
 
 
-def _alone(records: Sequence[CallRecord], windows: Sequence[int], roles: Sequence[CallRole]) -> set[int]:
+def _unannounced_side_calls(
+    records: Sequence[CallRecord], windows: Sequence[int], roles: Sequence[CallRole]
+) -> list[int]:
     """Side calls that nobody recognised when they were made, such as a title before everything else: the root agent
     offers no tools in a window of this one call, though it does in others."""
     main = [record for record in records if record.agent == ROOT_AGENT and roles[record.seq] != "side"]
     if not any(record.tools for record in main):
-        return set()
+        return []
     calls = Counter(windows)
-    return {
-        record.seq
-        for record in main
-        if not record.tools and record.compacts < 0 and roles[record.seq] == "line" and calls[windows[record.seq]] == 1
-    }
+    line = [record for record in main if roles[record.seq] == "line"]
+    return [r.seq for r in line if not r.tools and r.compacts < 0 and calls[windows[r.seq]] == 1]
 
 
 def _continued_calls(records: Sequence[CallRecord]) -> list[int]:
     """For each call, the ``seq`` of the last call whose whole sequence it keeps, -1 for none."""
     lengths: list[int] = []
-    continued: list[int] = []
+    continues: list[int] = []
     for record in records:
         lengths.append(record.kept + (len(record.prompt_bytes) + len(record.output_bytes)) // 4)
         call, kept = record.parent, record.kept
         while call >= 0 and kept < lengths[call]:
             kept = min(kept, records[call].kept)
             call = records[call].parent
-        continued.append(call)
-    return continued
+        continues.append(call)
+    return continues
 
 
 def _windows(records: Sequence[CallRecord], continues: Sequence[int], roles: Sequence[CallRole]) -> list[int]:

@@ -10,24 +10,30 @@ run, the step or N.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load, save
 
-from trajectory.records import Float32, Float64, Int32
-from trajectory.tree import UNSAMPLED, Bool, Index
+from trajectory.columns import (
+    SAMPLED,
+    UNREADABLE,
+    Bool,
+    Float32,
+    Float64,
+    Index,
+    Int32,
+    read_columns,
+    write_columns,
+)
 
 _METADATA: Final = "gyre.micro_step"
-_PER_TOKEN: Final = {
+_PER_TOKEN: Final[dict[str, type[np.generic]]] = {
     "ids": np.int32,
     "target": np.bool_,
-    **{name: dtype for name, (dtype, _) in UNSAMPLED.items()},
+    **{name: dtype for name, (dtype, _) in SAMPLED.items()},
 }
-_PER_TRAJECTORY: Final = {
+_PER_TRAJECTORY: Final[dict[str, type[np.generic]]] = {
     "advantage": np.float64,
     "weight": np.float64,
     "episode_index": np.int32,
@@ -83,7 +89,7 @@ class MicroStep:
         n, s = len(self.ids), len(self.kinds)
         if not s:
             raise MicroStepError("a micro-step has at least one trajectory")
-        expected: dict[str, tuple[Any, int]] = {name: (dtype, n) for name, dtype in _PER_TOKEN.items()}
+        expected = {name: (dtype, n) for name, dtype in _PER_TOKEN.items()}
         expected |= {name: (dtype, s) for name, dtype in _PER_TRAJECTORY.items()}
         expected["cu_seqlens"] = (np.int32, s + 1)
         for name, (dtype, length) in expected.items():
@@ -146,12 +152,9 @@ class MicroStep:
         target = np.concatenate(
             [self.target[path] & (path >= first) for path, first in zip(paths, self.cu_seqlens[:-1], strict=True)]
         )
-
-        def column(name: str, fill: float) -> Any:
-            values = getattr(self, name)[where]
-            values[~target] = fill
-            return values
-
+        sampled: dict[str, Any] = {name: getattr(self, name)[where] for name in SAMPLED}
+        for name, (_, fill) in SAMPLED.items():
+            sampled[name][~target] = fill
         return replace(
             self,
             ids=self.ids[where],
@@ -159,7 +162,7 @@ class MicroStep:
             prefix_of=np.full(len(paths), -1, np.int32),
             prefix_len=np.zeros(len(paths), np.int32),
             target=target,
-            **{name: column(name, fill) for name, (_, fill) in UNSAMPLED.items()},
+            **sampled,
         )
 
     @property
@@ -170,18 +173,13 @@ class MicroStep:
     def to_bytes(self) -> bytes:
         """A safetensors file; equal micro-steps give equal bytes."""
         columns = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("episodes", "kinds")}
-        # one metadata entry: safetensors writes several in the order of a randomised hash map
-        names = json.dumps({"episodes": self.episodes, "kinds": self.kinds}, sort_keys=True)
-        data: bytes = save({k: np.ascontiguousarray(v) for k, v in columns.items()}, metadata={_METADATA: names})
-        return data
+        return write_columns(columns, _METADATA, {"episodes": self.episodes, "kinds": self.kinds})
 
     @classmethod
     def from_bytes(cls, data: bytes) -> MicroStep:
         """The inverse of ``to_bytes``. Raises MicroStepError on anything else."""
         try:
-            columns = load(data)
-            header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-            names = json.loads(header["__metadata__"][_METADATA])
+            columns, names = read_columns(data, _METADATA)
             return cls(**columns, episodes=tuple(names["episodes"]), kinds=tuple(names["kinds"]))
-        except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
+        except UNREADABLE as error:
             raise MicroStepError(f"not a micro-step: {error}") from error

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 PackMembers = list[tuple[int, int]]
-"""(episode, trajectory) positions in the input, ordered by the episode's name."""
+"""(episode, trajectory) positions in the input, ordered by the episode's name and the trajectory."""
 
 
 @dataclass(frozen=True)

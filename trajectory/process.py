@@ -1,4 +1,4 @@
-"""A finished group into micro-steps and statistics: tree, kinds, selection, advantage, weights, packing in a row.
+"""A finished group into micro-steps and statistics: its episodes built, advantages, packing, columns in a row.
 
 Invariant: the result doesn't depend on the order in which episodes are given. This does no I/O; it does not know
 the step, N, or where micro-steps are stored.
@@ -8,21 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cached_property
+from itertools import groupby, pairwise
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from trajectory.advantage import group_advantage
+from trajectory.columns import SAMPLED
 from trajectory.config import TrajectoryConfig
 from trajectory.episode import BuiltEpisode, GradedEpisode, build
 from trajectory.micro_step import MicroStep
-from trajectory.packing import EpisodeShape, PackMembers, pack
+from trajectory.packing import PackMembers, pack
 from trajectory.reduction import REDUCTIONS
 from trajectory.selection import Trajectory
 from trajectory.stats import GroupStats, group_stats
-from trajectory.tree import UNSAMPLED, EpisodeTree
 
 
 @dataclass(frozen=True)
@@ -47,111 +49,80 @@ def process_group(episodes: Sequence[GradedEpisode], config: TrajectoryConfig) -
         if episode.episode == following.episode:
             raise ValueError(f"episode {episode.episode} is twice in its group")
     built = [None if e.reward is None else build(e, config) for e in episodes]
-    targets = [b.targets if b else 0 for b in built]
+    targets = [sum(b.selection.targets) if b else 0 for b in built]
     outcome = group_advantage([e.reward for e in episodes], targets, config.advantage)
-
-    micro_steps: list[MicroStep] = []
-    recomputed = 0
-    if not outcome.reason:
-        # an episode without trajectories, excluded or not, has no part in the packing
-        shapes = [b.shape if b else EpisodeShape.unshared(e.episode, []) for e, b in zip(episodes, built, strict=True)]
-        packing = pack(shapes, config.token_budget)
-        recomputed = packing.recomputed
-        micro_steps = [_micro_step(members, built, outcome.advantages) for members in packing.packs]
+    trained = [(b, a) for b, a in zip(built, outcome.advantages, strict=True) if b and a is not None]
+    packing = pack([b.shape for b, _ in trained], config.token_budget)
+    micro_steps = [_micro_step(members, trained) for members in packing.packs]
     return ProcessedGroup(
         micro_steps,
         group_stats(episodes, built, outcome, micro_steps),
-        normaliser=REDUCTIONS[config.reduction].normaliser([b.targets for b in built if b]),
-        recomputed_tokens=recomputed,
-    )
-
-
-def _micro_step(
-    members: PackMembers, built: Sequence[BuiltEpisode | None], advantages: Sequence[float | None]
-) -> MicroStep:
-    """The pack's trajectories, each from where what it shares with an earlier one ends.
-
-    An owned token is on no earlier selected path, so a shared prefix has no target of the later trajectory.
-    """
-    rows: list[_Row] = []
-    names: list[str] = []
-    prefix_of: list[int] = []
-    weight: list[float] = []
-    advantage: list[float] = []
-    index: list[int] = []
-    for position in dict.fromkeys(position for position, _ in members):
-        episode, a = built[position], advantages[position]
-        if episode is None or a is None:
-            raise ValueError(f"pack {members} contains an excluded episode")
-        mine = sorted(trajectory for of, trajectory in members if of == position)
-        first = len(rows)
-        for which, (of, shared) in zip(mine, episode.shape.prefixes(mine), strict=True):
-            rows.append(_Row(episode.tree, episode.selection.trajectories[which], shared))
-            prefix_of.append(first + of if of >= 0 else -1)
-            weight.append(episode.weights[which])
-            advantage.append(a)
-            index.append(len(names))
-        names.append(episode.tree.episode)
-    cu_seqlens = np.cumsum([0, *(row.trajectory.length - row.shared for row in rows)], dtype=np.int32)
-    columns = _Columns(rows, cu_seqlens.tolist())
-    return MicroStep(
-        ids=columns.everywhere("ids"),
-        cu_seqlens=cu_seqlens,
-        prefix_of=np.asarray(prefix_of, np.int32),
-        prefix_len=np.asarray([row.shared for row in rows], np.int32),
-        target=columns.of_targets("sampled", False),
-        **{name: columns.of_targets(name, fill) for name, (_, fill) in UNSAMPLED.items()},
-        advantage=np.asarray(advantage, np.float64),
-        weight=np.asarray(weight, np.float64),
-        episode_index=np.asarray(index, np.int32),
-        episodes=tuple(names),
-        kinds=tuple(str(row.trajectory.leaf.kind) for row in rows),
+        normaliser=REDUCTIONS[config.reduction].normaliser([n for n, b in zip(targets, built, strict=True) if b]),
+        recomputed_tokens=packing.recomputed,
     )
 
 
 @dataclass(frozen=True)
 class _Row:
-    tree: EpisodeTree
+    """A trajectory in a micro-step: its own run begins where what it shares with an earlier row ends."""
+
     trajectory: Trajectory
+    weight: float
+    advantage: float
+    prefix_of: int
+    """The earlier row, -1 for none."""
     shared: int
+    """Tokens. Owned tokens are on no earlier selected path, so none of them is a target of this row."""
+
+    @cached_property
+    def context(self) -> list[tuple[int, int]]:
+        """Runs of tree entries: the own run as far as no token is owned."""
+        return self.trajectory.spans(self.shared, self.trajectory.own)
+
+    @cached_property
+    def owned(self) -> list[tuple[int, int]]:
+        """Runs of tree entries: the rest, where what was sampled is a target."""
+        return self.trajectory.spans(self.trajectory.own, self.trajectory.length)
 
 
-class _Columns:
-    """Columns of a micro-step, copied from the trees run by run."""
+def _micro_step(members: PackMembers, trained: Sequence[tuple[BuiltEpisode, float]]) -> MicroStep:
+    """``trained``: the episodes of the group that give a gradient, with their advantages."""
+    rows: list[_Row] = []
+    for position, of_episode in groupby(members, key=itemgetter(0)):
+        (episode, advantage), first = trained[position], len(rows)
+        mine = [which for _, which in of_episode]
+        for which, (of, shared) in zip(mine, episode.shape.prefixes(mine), strict=True):
+            trajectory, weight = episode.selection.trajectories[which], episode.weights[which]
+            if shared > trajectory.own:
+                seq, name = trajectory.leaf.seq, trajectory.tree.episode
+                raise ValueError(f"call {seq} of episode {name} owns tokens that it shares")
+            rows.append(_Row(trajectory, weight, advantage, first + of if of >= 0 else -1, shared))
+    names = [row.trajectory.tree.episode for row in rows]
+    episodes = tuple(dict.fromkeys(names))
+    return MicroStep(
+        ids=_column(rows, "ids"),
+        cu_seqlens=np.cumsum([0, *(row.trajectory.length - row.shared for row in rows)], dtype=np.int32),
+        prefix_of=np.asarray([row.prefix_of for row in rows], np.int32),
+        prefix_len=np.asarray([row.shared for row in rows], np.int32),
+        target=_column(rows, "sampled", unowned=False),
+        **{name: _column(rows, name, unowned=fill) for name, (_, fill) in SAMPLED.items()},
+        advantage=np.asarray([row.advantage for row in rows], np.float64),
+        weight=np.asarray([row.weight for row in rows], np.float64),
+        episode_index=np.asarray([episodes.index(name) for name in names], np.int32),
+        episodes=episodes,
+        kinds=tuple(str(row.trajectory.leaf.kind) for row in rows),
+    )
 
-    def __init__(self, rows: Sequence[_Row], starts: Sequence[int]) -> None:
-        self._tokens = starts[-1]
-        self._before: list[tuple[EpisodeTree, list[tuple[int, int]], int]] = []
-        """Of each row: what stands before its own part; the entries of the tree, and where they go."""
-        self._own: list[tuple[EpisodeTree, list[tuple[int, int]], int]] = []
-        for row, start in zip(rows, starts, strict=False):
-            t = row.trajectory
-            if row.shared > t.own:
-                raise ValueError(f"call {t.leaf.seq} of episode {row.tree.episode} owns tokens that it shares")
-            self._before.append((row.tree, t.spans(row.shared, t.own), start))
-            self._own.append((row.tree, t.spans(t.own, t.length), start + t.own - row.shared))
 
-    def everywhere(self, name: str) -> npt.NDArray[Any]:
-        return self._fill(np.empty(self._tokens, self._dtype(name)), name, [*self._before, *self._own])
-
-    def of_targets(self, name: str, fill: float) -> npt.NDArray[Any]:
-        """``fill`` where nothing is a target: the tree has it where nothing was sampled."""
-        column = np.empty(self._tokens, self._dtype(name))
-        for _, spans, at in self._before:
-            column[at : at + sum(end - begin for begin, end in spans)] = fill
-        return self._fill(column, name, self._own)
-
-    def _dtype(self, name: str) -> npt.DTypeLike:
-        dtype: npt.DTypeLike = getattr(self._own[0][0], name).dtype
-        return dtype
-
-    def _fill(
-        self, column: npt.NDArray[Any], name: str, parts: Sequence[tuple[EpisodeTree, list[tuple[int, int]], int]]
-    ) -> npt.NDArray[Any]:
-        for tree, spans, at in parts:
-            values = getattr(tree, name)
-            where = at
-            for begin, end in spans:
-                column[where : where + end - begin] = values[begin:end]
-                where += end - begin
-        return column
+def _column(rows: Sequence[_Row], name: str, unowned: float | None = None) -> npt.NDArray[Any]:
+    """A column of the rows' trees, run by run. ``unowned`` stands before what a row owns; None has the tree's own
+    there. (Behind it, where nothing was sampled, the tree has that value.)"""
+    runs: list[npt.NDArray[Any]] = []
+    for row in rows:
+        column = getattr(row.trajectory.tree, name)
+        if unowned is None:
+            runs += [column[start:end] for start, end in row.context]
+        else:
+            runs.append(np.full(row.trajectory.own - row.shared, unowned, column.dtype))
+        runs += [column[start:end] for start, end in row.owned]
+    return np.concatenate(runs)

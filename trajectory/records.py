@@ -19,12 +19,9 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
-Int32 = npt.NDArray[np.int32]
-Float32 = npt.NDArray[np.float32]
-Float64 = npt.NDArray[np.float64]
+from trajectory.columns import Float32, Int32
 
 FIRST_HASH: Final = "0" * 32
 MOVED: Final = ("moved_tokens", "moved_from_store", "moved_recomputed", "moved_bytes")

@@ -14,26 +14,37 @@ This knows no rewards and no selection: those are made anew from the tree.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
-from safetensors import SafetensorError
-from safetensors.numpy import load, save
 
+from trajectory.columns import SAMPLED, UNREADABLE, Columns, read_columns, write_columns
 from trajectory.kinds import classify
-from trajectory.records import CallRecord, Int32, RecordError
-from trajectory.tree import UNSAMPLED, EpisodeTree
+from trajectory.records import CallRecord, RecordError
+from trajectory.tree import EpisodeTree
 
 _METADATA: Final = "gyre.episode"
 _FORMAT: Final = 1
+_WHOLE: Final = {
+    "ids": "ids",
+    "sampled": "sampled",
+    "node.start": "start",
+    "node.end": "end",
+    "node.parent": "parent",
+    "node.depth": "depth",
+    "call.node": "call_node",
+}
+"""Columns of the file that are a whole column of the tree."""
+_OF_SAMPLED: Final = {"logprob": "behaviour", "version": "version", "call": "call", "offset": "offset"}
+"""Columns of the file that are a column of the tree where a token was sampled."""
+NUMBERS: Final[dict[str, type[np.generic]]] = {
+    **dict.fromkeys(("parent", "kept", "compacts", "partial", "malformed", "resampled", "synthetic"), np.int32),
+    **dict.fromkeys(("side", "summary", "tools", "mutated"), np.bool_),
+    **dict.fromkeys(("started_at", "active_s", "held_s"), np.float64),
+}
 _WORDS: Final = ("agent", "fork", "finish_reason")
-_NUMBERS: Final = ("parent", "kept", "compacts", "partial", "malformed", "resampled", "synthetic")
-_FLAGS: Final = ("side", "summary", "tools", "mutated")
-_SECONDS: Final = ("started_at", "active_s", "held_s")
 
 
 class SealError(ValueError):
@@ -43,10 +54,9 @@ class SealError(ValueError):
 @dataclass(frozen=True, eq=False)
 class SealedEpisode:
     tree: EpisodeTree
-    numbers: dict[str, npt.NDArray[Any]]
-    """By name, one value per call: ``parent``, ``kept``, ``prompt`` and ``output`` (tokens that the call added),
-    ``compacts``, ``partial``, ``malformed``, ``resampled``, ``synthetic`` (int32), ``side``, ``summary``, ``tools``,
-    ``mutated`` (bool), ``started_at``, ``active_s``, ``held_s`` (float64, seconds), ``temperature`` (float32)."""
+    numbers: Columns
+    """By name, one value per call: what ``NUMBERS`` names, as its record has it; ``prompt`` and ``output`` (int32:
+    tokens that the call added); ``temperature`` (float32)."""
     words: dict[str, list[str]]
     """By name, one word per call: ``agent``, ``fork``, ``finish_reason``, ``cells`` (joined by a space), and ``kind``:
     that of the leaf that the call is, empty when it was continued."""
@@ -62,74 +72,39 @@ def seal(tree: EpisodeTree, records: Sequence[CallRecord]) -> bytes:
     words["kind"] = [kinds.get(r.seq, "") for r in records]
     vocabulary = sorted({word for column in words.values() for word in column})
     code = {word: i for i, word in enumerate(vocabulary)}
-    columns: dict[str, npt.NDArray[Any]] = {
-        "ids": tree.ids,
-        "sampled": tree.sampled,
-        "logprob": tree.behaviour[tree.sampled],
-        "version": tree.version[tree.sampled],
-        "call": tree.call[tree.sampled],
-        "offset": tree.offset[tree.sampled],
-        "temperature": np.asarray([r.temperature for r in records], np.float32),
-        "node.start": tree.start,
-        "node.end": tree.end,
-        "node.parent": tree.parent,
-        "node.depth": tree.depth,
-        "call.node": tree.call_node,
-        "call.prompt": np.asarray([len(r.prompt_bytes) // 4 for r in records], np.int32),
-        "call.output": np.asarray([len(r.output_bytes) // 4 for r in records], np.int32),
-    }
-    for names, dtype in ((_NUMBERS, np.int32), (_FLAGS, np.bool_), (_SECONDS, np.float64)):
-        columns |= {f"call.{name}": np.asarray([getattr(r, name) for r in records], dtype) for name in names}
+    columns: Columns = {name: getattr(tree, column) for name, column in _WHOLE.items()}
+    columns |= {name: getattr(tree, column)[tree.sampled] for name, column in _OF_SAMPLED.items()}
+    columns["temperature"] = np.asarray([r.temperature for r in records], np.float32)
+    columns["call.prompt"] = np.asarray([len(r.prompt_bytes) // 4 for r in records], np.int32)
+    columns["call.output"] = np.asarray([len(r.output_bytes) // 4 for r in records], np.int32)
+    columns |= {f"call.{name}": np.asarray([getattr(r, name) for r in records], t) for name, t in NUMBERS.items()}
     columns |= {f"call.{name}": np.asarray([code[w] for w in column], np.int32) for name, column in words.items()}
-    about = {"format": _FORMAT, "episode": tree.episode, "duplicates": tree.duplicates, "words": vocabulary}
-    # one metadata entry: safetensors writes several in the order of a randomised hash map
-    metadata = {_METADATA: json.dumps(about, sort_keys=True)}
-    data: bytes = save({name: np.ascontiguousarray(column) for name, column in columns.items()}, metadata=metadata)
-    return data
+    facts = {"format": _FORMAT, "episode": tree.episode, "duplicates": tree.duplicates, "words": vocabulary}
+    return write_columns(columns, _METADATA, facts)
 
 
 def unseal(data: bytes) -> SealedEpisode:
     """The inverse of ``seal``. Raises SealError on anything else."""
     try:
-        columns = load(data)
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        about = json.loads(header["__metadata__"][_METADATA])
-        if about["format"] != _FORMAT:
-            raise SealError(f"a sealed episode of format {about['format']}; this gyre reads {_FORMAT}")
-        vocabulary = about["words"]
+        columns, facts = read_columns(data, _METADATA)
+        if facts["format"] != _FORMAT:
+            raise SealError(f"a sealed episode of format {facts['format']}; this gyre reads {_FORMAT}")
+        vocabulary = facts["words"]
         words = {
             name: [vocabulary[code] for code in columns[f"call.{name}"].tolist()] for name in (*_WORDS, "cells", "kind")
         }
-        numbers = {name: columns[f"call.{name}"] for name in (*_NUMBERS, *_FLAGS, *_SECONDS, "prompt", "output")}
-        return SealedEpisode(_tree(columns, about), numbers | {"temperature": columns["temperature"]}, words)
-    except (SafetensorError, KeyError, TypeError, IndexError, json.JSONDecodeError) as error:
+        numbers = {name: columns[f"call.{name}"] for name in (*NUMBERS, "prompt", "output")}
+        return SealedEpisode(_tree(columns, facts), numbers | {"temperature": columns["temperature"]}, words)
+    except (*UNREADABLE, IndexError) as error:
         raise SealError(f"not a sealed episode: {error}") from error
 
 
-def _tree(columns: dict[str, npt.NDArray[Any]], about: dict[str, Any]) -> EpisodeTree:
+def _tree(columns: Columns, facts: dict[str, Any]) -> EpisodeTree:
     sampled = columns["sampled"]
-    call: Int32 = columns["call"]
-    tokens = len(sampled)
-
-    def spread(name: str, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        dtype, fill = UNSAMPLED[name]
-        column = np.full(tokens, fill, dtype)
-        column[sampled] = values
-        return column
-
-    return EpisodeTree(
-        episode=about["episode"],
-        ids=columns["ids"],
-        sampled=sampled,
-        behaviour=spread("behaviour", columns["logprob"]),
-        version=spread("version", columns["version"]),
-        temperature=spread("temperature", columns["temperature"][call]),
-        call=spread("call", call),
-        offset=spread("offset", columns["offset"]),
-        start=columns["node.start"],
-        end=columns["node.end"],
-        parent=columns["node.parent"],
-        depth=columns["node.depth"],
-        call_node=columns["call.node"],
-        duplicates=about["duplicates"],
-    )
+    of_sampled = {column: columns[name] for name, column in _OF_SAMPLED.items()}
+    of_sampled["temperature"] = columns["temperature"][columns["call"]]
+    everywhere = {name: np.full(len(sampled), fill, dtype) for name, (dtype, fill) in SAMPLED.items()}
+    for name, column in everywhere.items():
+        column[sampled] = of_sampled[name]
+    whole: dict[str, Any] = {column: columns[name] for name, column in _WHOLE.items()}
+    return EpisodeTree(episode=facts["episode"], duplicates=facts["duplicates"], **whole, **everywhere)

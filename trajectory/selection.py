@@ -15,13 +15,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Final
 
 import numpy as np
 import xxhash
 
+from trajectory.columns import Bool, Index
 from trajectory.kinds import TRAINABLE, Kind, Leaf
-from trajectory.tree import ROOT, Bool, EpisodeTree, Index
+from trajectory.tree import ROOT, EpisodeTree
 
 SUMMARIES: Final = (Kind.MAIN_SUMMARY, Kind.SUB_AGENT_SUMMARY)
 
@@ -94,6 +96,7 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Selection:
+    tree: EpisodeTree = field(repr=False)
     trajectories: list[Trajectory]
     """In chronological order (``seq`` of the leaf)."""
     leaves: dict[Kind, int]
@@ -102,6 +105,11 @@ class Selection:
     """Sampled tokens by kind, each counted once: under the kind of highest precedence whose leaf contains it."""
     left_out: dict[Kind, int]
     """Those of ``sampled`` that are no target. Only dead ends and side calls without a cap."""
+
+    @property
+    def targets(self) -> list[int]:
+        """|T_τ| of each trajectory."""
+        return [trajectory.targets for trajectory in self.trajectories]
 
 
 def select(
@@ -112,6 +120,7 @@ def select(
     A candidate that would own no new token isn't selected. The first ``summary_reserve`` places go to summaries, by
     the same order, as far as there are any; the rest of the cap to whatever comes first.
     """
+    chronologically = attrgetter("seq")
     parents: list[int] = tree.parent.tolist()
     node_of: list[int] = tree.call_node.tolist()
     tokens = tree.sampled_per_node()
@@ -137,7 +146,7 @@ def select(
                 break
             if leaf not in chosen and len(own([*chosen, leaf])) > len(chosen):
                 # an earlier call may contain all of one chosen before: that one then owns nothing and makes room
-                chosen = [kept for kept, _ in own(sorted([*chosen, leaf], key=_seq))]
+                chosen = [kept for kept, _ in own(sorted([*chosen, leaf], key=chronologically))]
         return chosen
 
     candidates = [leaf for leaf in leaves if leaf.kind in TRAINABLE]
@@ -148,7 +157,7 @@ def select(
         summaries = [leaf for leaf in candidates if leaf.kind in SUMMARIES]
         chosen = fill([], summaries, min(summary_reserve, cap))
         chosen = fill(chosen, candidates, cap)
-    owned = own(sorted(chosen, key=_seq))
+    owned = own(sorted(chosen, key=chronologically))
 
     by_precedence = sorted(leaves, key=lambda leaf: (list(Kind).index(leaf.kind), leaf.seq))
     kind_of = {node: leaf.kind for leaf, fresh in own(by_precedence) for node in fresh}
@@ -159,33 +168,23 @@ def select(
     for node in (node for _, fresh in owned for node in fresh if tokens[node]):
         trained[kind_of[node]] += tokens[node]
     return Selection(
-        trajectories=[_trajectory(tree, leaf, fresh, parents, tokens) for leaf, fresh in owned],
+        tree,
+        trajectories=[_trajectory(tree, leaf, fresh, tokens) for leaf, fresh in owned],
         leaves=dict(Counter(leaf.kind for leaf in by_precedence)),
         sampled={kind: sampled[kind] for kind in Kind if sampled[kind]},
         left_out={kind: sampled[kind] - trained[kind] for kind in Kind if sampled[kind] > trained[kind]},
     )
 
 
-def _seq(leaf: Leaf) -> int:
-    return leaf.seq
-
-
-def _trajectory(
-    tree: EpisodeTree, leaf: Leaf, fresh: Sequence[int], parents: Sequence[int], tokens: Sequence[int]
-) -> Trajectory:
+def _trajectory(tree: EpisodeTree, leaf: Leaf, fresh: Sequence[int], tokens: Sequence[int]) -> Trajectory:
     """``fresh``: the nodes that the leaf owns, the last one first."""
     last = next(node for node in fresh if tokens[node])
     start, end = int(tree.start[last]), int(tree.end[last])
     after = int(tree.sampled[start:end][::-1].argmax())
-    nodes = []
-    node = last
-    while node != ROOT:
-        nodes.append(node)
-        node = parents[node]
     return Trajectory(
         leaf=leaf,
         tree=tree,
-        nodes=tuple(nodes[::-1]),
+        nodes=tuple(tree.nodes(last)),
         length=int(tree.depth[last]) + end - start - after,
         own=int(tree.depth[fresh[-1]]),
         targets=sum(tokens[node] for node in fresh),

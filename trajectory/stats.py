@@ -14,17 +14,19 @@ from typing import Final
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
+from trajectory.additive import add_all
 from trajectory.advantage import GroupAdvantage, Reason
 from trajectory.episode import BuiltEpisode, GradedEpisode
 from trajectory.kinds import Kind
 from trajectory.micro_step import MicroStep
+from trajectory.records import CallRecord
 
 LENGTHS: Final = (0, 1, *(4**k for k in range(3, 13)))
 """Bins of an episode's length in sampled tokens, by their least: none, fewer than 64, and then by fours."""
 
 
 class GroupStats(BaseModel):
-    """What is worth knowing about a processed group. Tokens and trajectories are those of valid episodes."""
+    """Tokens and trajectories are those of valid episodes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -77,59 +79,57 @@ def group_stats(
     micro_steps: Sequence[MicroStep],
 ) -> GroupStats:
     """Of one group. ``built`` and ``outcome.advantages`` are by position of ``episodes``, None for an excluded one."""
-    valid = [b for b in built if b]
-    records = [record for e in episodes for record in e.records]
+    valid = [b.selection for b in built if b]
+    calls = [record for episode in episodes for record in episode.records]
+    sampled = _by_kind(s.sampled for s in valid)
     versions = Counter[int]()
     for micro_step in micro_steps:
         values, counts = np.unique(micro_step.version[micro_step.target], return_counts=True)
         versions.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
-    sampled = _by_kind(b.selection.sampled for b in valid)
+    malformed = add_all(
+        {_sign(advantage): _malformed(episode.records)}
+        for episode, advantage in zip(episodes, outcome.advantages, strict=True)
+        if episode.reward is not None
+    )
+    lengths = add_all({_least_length(e.records): {"episodes": 1, "excluded": int(e.reward is None)}} for e in episodes)
     return GroupStats(
         valid_episodes=len(valid),
         excluded_episodes=len(episodes) - len(valid),
         mean_reward=outcome.mean_reward,
         reason=outcome.reason,
         micro_steps=len(micro_steps),
-        leaves=_by_kind(b.selection.leaves for b in valid),
-        trajectories=_by_kind(Counter(t.leaf.kind for t in b.selection.trajectories) for b in valid),
+        leaves=_by_kind(s.leaves for s in valid),
+        trajectories=_by_kind(Counter(t.leaf.kind for t in s.trajectories) for s in valid),
         sampled_tokens=sum(sampled.values()),
         sampled_by_kind=sampled,
-        trained_tokens=sum(versions.values()),
-        left_out=_by_kind(b.selection.left_out for b in valid),
+        trained_tokens=versions.total(),
+        left_out=_by_kind(s.left_out for s in valid),
         dead_tokens=sampled.get("dead", 0),
-        duplicates=sum(b.tree.duplicates for b in valid),
+        duplicates=sum(s.tree.duplicates for s in valid),
         packed_tokens=sum(m.tokens for m in micro_steps),
         trained_by_version={str(version): versions[version] for version in sorted(versions)},
         oldest_version=min(versions, default=None),
         newest_version=max(versions, default=None),
-        active_s=sum(record.active_s for record in records),
-        held_s=sum(record.held_s for record in records),
-        malformed=_malformed(episodes, outcome),
-        lengths=_lengths(episodes),
+        active_s=sum(record.active_s for record in calls),
+        held_s=sum(record.held_s for record in calls),
+        malformed=dict(sorted(malformed.items())),
+        lengths={least: lengths[least] for least in sorted(lengths, key=int)},
     )
 
 
-def _malformed(episodes: Sequence[GradedEpisode], outcome: GroupAdvantage) -> dict[str, dict[str, int]]:
-    by_sign: dict[str, Counter[str]] = {}
-    for episode, advantage in zip(episodes, outcome.advantages, strict=True):
-        if episode.reward is None:
-            continue
-        sign = "zero" if not advantage else "positive" if advantage > 0 else "negative"
-        counts = by_sign.setdefault(sign, Counter())
-        counts["calls"] += len(episode.records)
-        counts["malformed_calls"] += sum(record.malformed > 0 for record in episode.records)
-        counts["malformed_spans"] += sum(record.malformed for record in episode.records)
-    return {sign: dict(counts) for sign, counts in sorted(by_sign.items())}
+def _sign(advantage: float | None) -> str:
+    return "zero" if not advantage else "positive" if advantage > 0 else "negative"
 
 
-def _lengths(episodes: Sequence[GradedEpisode]) -> dict[str, dict[str, int]]:
-    by_length: dict[int, Counter[str]] = {}
-    for episode in episodes:
-        sampled = sum(len(record.output_ids) for record in episode.records)
-        counts = by_length.setdefault(LENGTHS[bisect_right(LENGTHS, sampled) - 1], Counter(episodes=0, excluded=0))
-        counts["episodes"] += 1
-        counts["excluded"] += episode.reward is None
-    return {str(least): dict(by_length[least]) for least in sorted(by_length)}
+def _malformed(records: Sequence[CallRecord]) -> dict[str, int]:
+    spans = [record.malformed for record in records]
+    return {"calls": len(spans), "malformed_calls": sum(n > 0 for n in spans), "malformed_spans": sum(spans)}
+
+
+def _least_length(records: Sequence[CallRecord]) -> str:
+    """Of the bin in ``LENGTHS`` that the episode's sampled tokens fall into."""
+    sampled = sum(len(record.output_ids) for record in records)
+    return str(LENGTHS[bisect_right(LENGTHS, sampled) - 1])
 
 
 def _by_kind(parts: Iterable[Mapping[Kind, int]]) -> dict[str, int]:

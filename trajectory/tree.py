@@ -12,28 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
-from trajectory.records import CallRecord, Float32, Int32, RecordError
-
-Bool = npt.NDArray[np.bool_]
-Index = npt.NDArray[np.intp]
+from trajectory.columns import SAMPLED, Bool, Columns, Float32, Int32
+from trajectory.records import CallRecord, RecordError
 
 ROOT = 0
 """The node without tokens that every path starts from."""
-
-UNSAMPLED: Final[dict[str, tuple[npt.DTypeLike, float]]] = {
-    "behaviour": (np.float32, 0.0),
-    "version": (np.int32, -1),
-    "temperature": (np.float32, 1.0),
-    "call": (np.int32, -1),
-    "offset": (np.int32, -1),
-}
-"""Columns that say how a token was sampled: dtype, and the value of a token that wasn't (in a micro-step: that is no
-target)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,11 +75,6 @@ class EpisodeTree:
             node = int(self.parent[node])
         return nodes[::-1]
 
-    def path(self, node: int) -> Index:
-        """intp[length]: column entries of the tokens from the root to the end of ``node``, increasing."""
-        runs = [np.arange(self.start[n], self.end[n], dtype=np.intp) for n in self.nodes(node)]
-        return np.concatenate(runs) if runs else np.empty(0, np.intp)
-
     def sampled_per_node(self) -> list[int]:
         """Sampled tokens of each of the m nodes."""
         spans = zip(self.start.tolist(), self.end.tolist(), strict=True)
@@ -142,7 +123,7 @@ class _Builder:
         self.duplicates = 0
         self.ids = np.empty(capacity, np.int32)
         self.sampled = np.zeros(capacity, np.bool_)
-        self.how = {name: np.full(capacity, fill, dtype) for name, (dtype, fill) in UNSAMPLED.items()}
+        self.columns: Columns = {name: np.full(capacity, fill, dtype) for name, (dtype, fill) in SAMPLED.items()}
         self.start, self.end, self.parent, self.depth = [0], [0], [-1], [0]
         self.children: list[dict[int, int]] = [{}]
         self.call_node: list[int] = []
@@ -155,7 +136,7 @@ class _Builder:
         while True:
             here = self.start[node] + used
             matched = _common(self.ids[here : self.end[node]], tokens[at:])
-            self._mark_sampled(record, here, at, matched)
+            self._sample(record, here, at, matched)
             at += matched
             used += matched
             if at == len(tokens) or here + matched < self.end[node]:
@@ -170,12 +151,11 @@ class _Builder:
         self.call_node.append(node)
 
     def build(self, episode: str) -> EpisodeTree:
-        n = self.size
         return EpisodeTree(
             episode=episode,
-            ids=self.ids[:n],
-            sampled=self.sampled[:n],
-            **{name: column[:n] for name, column in self.how.items()},
+            ids=self.ids[: self.size],
+            sampled=self.sampled[: self.size],
+            **{name: column[: self.size] for name, column in self.columns.items()},
             start=np.asarray(self.start, np.int32),
             end=np.asarray(self.end, np.int32),
             parent=np.asarray(self.parent, np.int32),
@@ -199,35 +179,29 @@ class _Builder:
             node = self.parent[node]
         return node, record.kept - self.depth[node]
 
-    def _mark_sampled(self, record: CallRecord, entry: int, at: int, count: int) -> None:
-        """The call's new tokens [at, at + count) are column entries [entry, entry + count): sample what is not."""
-        skip = max(len(record.prompt_ids) - at, 0)
+    def _sample(self, record: CallRecord, entry: int, at: int, count: int) -> None:
+        """The call's new tokens [at, at + count) are column entries [entry, entry + count): those that it sampled, and
+        no earlier call did, are its own."""
+        prompt = len(record.prompt_ids)
+        skip = max(prompt - at, 0)
         if skip >= count:
             return
-        first, stop = entry + skip, entry + count
-        fresh = np.flatnonzero(~self.sampled[first:stop])
-        self.duplicates += stop - first - len(fresh)
-        if len(fresh):
-            self._sample(record, first + fresh, at + skip - len(record.prompt_ids) + fresh)
-
-    def _sample(self, record: CallRecord, entries: Index | slice, offsets: Index | slice) -> None:
+        fresh = np.flatnonzero(~self.sampled[entry + skip : entry + count])
+        self.duplicates += count - skip - len(fresh)
+        entries, offsets = entry + skip + fresh, at + skip - prompt + fresh
         self.sampled[entries] = True
-        self.how["behaviour"][entries] = record.logprobs[offsets]
-        self.how["version"][entries] = record.versions[offsets]
-        self.how["temperature"][entries] = record.temperature
-        self.how["call"][entries] = record.seq
-        self.how["offset"][entries] = np.arange(len(record.output_ids), dtype=np.int32)[offsets]
+        self.columns["behaviour"][entries] = record.logprobs[offsets]
+        self.columns["temperature"][entries] = record.temperature
+        self.columns["version"][entries] = record.versions[offsets]
+        self.columns["call"][entries] = record.seq
+        self.columns["offset"][entries] = offsets
 
     def _append(self, record: CallRecord, node: int, tokens: Int32, at: int) -> int:
         """A new child of ``node`` with tokens[at:]; returns its number."""
         first = self.size
         self.size += len(tokens) - at
         self.ids[first : self.size] = tokens[at:]
-        prompt = len(record.prompt_ids)
-        offset = max(at - prompt, 0)
-        if offset < len(record.output_ids):
-            entry = first + max(prompt - at, 0)
-            self._sample(record, slice(entry, self.size), slice(offset, None))
+        self._sample(record, first, at, len(tokens) - at)
         depth = self.depth[node] + self.end[node] - self.start[node]
         child = self._new_node(first, self.size, node, depth)
         self.children[node][int(tokens[at])] = child

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from trajectory.columns import Bool, Index
 from trajectory.micro_step import MicroStep
 from trajectory.records import CallRecord
-from trajectory.tree import Bool, Index
 
 
 class ProvenanceError(ValueError):

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from trajectory.records import FIRST_HASH, Int32, encode, make_record, record_hash
+from trajectory.columns import Int32
+from trajectory.records import FIRST_HASH, encode, make_record, record_hash
 
 VOCABULARY = 150_000
 

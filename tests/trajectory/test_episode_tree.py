@@ -10,10 +10,17 @@ import pytest
 from hypothesis import given, settings
 from trajectory_reference import Script, samplers, scripts, sequences
 
+from trajectory.columns import Index
 from trajectory.kinds import classify
 from trajectory.records import CallRecord, RecordError, decode_chain, encode, make_record
 from trajectory.selection import select
 from trajectory.tree import ROOT, EpisodeTree
+
+
+def _path(tree: EpisodeTree, call: int) -> Index:
+    """Column entries of the call's whole sequence."""
+    nodes = tree.nodes(int(tree.call_node[call]))
+    return np.concatenate([np.arange(tree.start[n], tree.end[n]) for n in nodes])
 
 
 @settings(max_examples=300, deadline=None)
@@ -24,7 +31,7 @@ def test_every_call_can_be_read_back_and_every_token_is_held_once(script: Script
     first, duplicates = samplers(records)
     prefixes = set()
     for record, tokens in zip(records, sequences(records), strict=True):
-        path = tree.path(int(tree.call_node[record.seq]))
+        path = _path(tree, record.seq)
         assert tree.ids[path].tolist() == tokens
         assert (np.diff(path) > 0).all()
         for i, entry in enumerate(path):
@@ -63,7 +70,7 @@ def test_nodes_partition_the_columns_and_siblings_differ_in_their_first_token(sc
 def test_an_empty_episode_has_a_root_and_no_tokens() -> None:
     tree = EpisodeTree.from_records([])
     assert len(tree.ids) == 0
-    assert tree.path(ROOT).tolist() == []
+    assert tree.nodes(ROOT) == []
 
 
 def test_branches_inside_the_last_user_message_share_what_comes_before() -> None:
@@ -72,7 +79,7 @@ def test_branches_inside_the_last_user_message_share_what_comes_before() -> None
     script.call([4, 5, 6], [12], parent=0)
     script.call([6, 7], [13], parent=1, kept=7)  # the turn was dropped, text appended to the user message
     tree = EpisodeTree.from_records(script.records)
-    assert tree.ids[tree.path(int(tree.call_node[2]))].tolist() == [1, 2, 3, 10, 11, 4, 5, 6, 7, 13]
+    assert tree.ids[_path(tree, 2)].tolist() == [1, 2, 3, 10, 11, 4, 5, 6, 7, 13]
     assert len(tree.ids) == 11
 
 
@@ -82,7 +89,7 @@ def test_identical_parallel_samples_are_duplicates_of_the_first_sampler() -> Non
     script.call([1, 2], [10, 11, 13])
     tree = EpisodeTree.from_records(script.records)
     assert tree.duplicates == 2
-    assert tree.call[tree.path(int(tree.call_node[1]))].tolist() == [-1, -1, 0, 0, 1]
+    assert tree.call[_path(tree, 1)].tolist() == [-1, -1, 0, 0, 1]
 
 
 def test_a_turn_that_reappears_under_another_prefix_is_context_there() -> None:
@@ -90,7 +97,7 @@ def test_a_turn_that_reappears_under_another_prefix_is_context_there() -> None:
     script.call([1, 2], [10, 11])
     script.call([1, 9, 10, 11, 3], [12])  # kept tail after a compaction
     tree = EpisodeTree.from_records(script.records)
-    assert tree.sampled[tree.path(int(tree.call_node[1]))].tolist() == [False] * 5 + [True]
+    assert tree.sampled[_path(tree, 1)].tolist() == [False] * 5 + [True]
     assert tree.duplicates == 0
 
 
@@ -99,7 +106,7 @@ def test_context_that_is_sampled_later_at_the_same_place_belongs_to_its_sampler(
     script.call([1, 2, 3], [4])
     script.call([1], [2, 3, 5])
     tree = EpisodeTree.from_records(script.records)
-    assert tree.call[tree.path(int(tree.call_node[0]))].tolist() == [-1, 1, 1, 0]
+    assert tree.call[_path(tree, 0)].tolist() == [-1, 1, 1, 0]
     assert tree.duplicates == 0
 
 
