@@ -11,53 +11,17 @@ log-probs of tokens. It does not know models, layouts, or how a log-prob was com
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from trajectory.additive import EDGES, add
+from trajectory.additive import EDGES
 from trajectory.config import CLIPS, LOSS_NAMES, LossConfig
 from trajectory.micro_step import MicroStep
-
-
-@dataclass(frozen=True, eq=False)
-class LossBatch:
-    """The targets of a micro-step of n tokens, t targets and s trajectories, on one device."""
-
-    tokens: int
-    """n."""
-    positions: Tensor
-    """int64[t]: where the targets are among the n tokens, by trajectory."""
-    behaviour: Tensor
-    """float32[t]: behaviour log-probability of each target."""
-    lengths: tuple[int, ...]
-    """Targets of each of the s trajectories, |T_τ|; they sum to t."""
-    advantage: Tensor
-    """float64[s]."""
-    weight: Tensor
-    """float64[s]."""
-    oldest: tuple[int, ...]
-    """Oldest weight version that sampled one of each trajectory's targets, for the statistics."""
-
-    @classmethod
-    def from_micro_step(cls, micro_step: MicroStep, device: torch.device | str) -> LossBatch:
-        positions = np.flatnonzero(micro_step.target)
-        versions = np.where(micro_step.target, micro_step.version, np.iinfo(np.int32).max)
-        lengths = np.add.reduceat(micro_step.target, micro_step.cu_seqlens[:-1], dtype=np.int64)
-        return cls(
-            tokens=micro_step.tokens,
-            positions=torch.from_numpy(positions).to(device),
-            behaviour=torch.from_numpy(micro_step.behaviour[positions]).to(device),
-            lengths=tuple(lengths.tolist()),
-            advantage=torch.from_numpy(micro_step.advantage.copy()).to(device),
-            weight=torch.from_numpy(micro_step.weight.copy()).to(device),
-            oldest=tuple(np.minimum.reduceat(versions, micro_step.cu_seqlens[:-1]).tolist()),
-        )
-
 
 Histogram = dict[str, int]
 """Bin of ``trajectory.additive`` -> count."""
@@ -65,46 +29,43 @@ Histogram = dict[str, int]
 
 @dataclass(frozen=True)
 class LossStats:
-    """Of one micro-step, or of several: ``a + b`` adds counts, sums and histograms, and takes the larger of the maxima.
+    """Of one micro-step; as mappings, those of several add up (``trajectory.additive``).
 
     A unit is what has one ratio: a trajectory for ``gspo`` and ``gspo_token``, else a target token.
     """
 
-    trajectories: int = 0
-    targets: int = 0
-    units: int = 0
-    positive: int = 0
+    trajectories: int
+    targets: int
+    units: int
+    positive: int
     """Units with a positive advantage."""
-    negative: int = 0
+    negative: int
     """Units with a negative advantage."""
-    clipped_positive: int = 0
+    clipped_positive: int
     """Of ``positive``: ratio above 1 + epsilon_high, so without gradient (``cispo``: with the bound's)."""
-    clipped_negative: int = 0
+    clipped_negative: int
     """Of ``negative``: ratio below 1 − epsilon_low, so without gradient (``cispo``: with the bound's)."""
-    outside_positive: int = 0
+    outside_positive: int
     """Of ``positive``: would be above 1 + epsilon_high if π_old were the behaviour policy."""
-    outside_negative: int = 0
+    outside_negative: int
     """Of ``negative``: would be below 1 − epsilon_low if π_old were the behaviour policy."""
-    truncated: int = 0
+    truncated: int
     """Units whose w was cut at C."""
-    sum_delta: float = 0.0
+    sum_delta: float
     """Σ over targets of (log π_θ − log π_behaviour), nats."""
-    sum_abs_delta: float = 0.0
+    sum_abs_delta: float
     """Σ over targets of |log π_θ − log π_behaviour|, nats."""
-    max_token_delta: float = 0.0
+    max_token_delta: float
     """Largest |log π_θ − log π_behaviour| of a target, nats."""
-    sum_abs_sequence_log_ratio: float = 0.0
+    sum_abs_sequence_log_ratio: float
     """Σ over trajectories of |mean over T_τ of (log π_θ − log π_behaviour)|, nats per token."""
-    max_sequence_log_ratio: float = 0.0
+    max_sequence_log_ratio: float
     """Largest |mean over T_τ of (log π_θ − log π_behaviour)| of a trajectory, nats per token."""
-    token_delta: Histogram = field(default_factory=dict)
+    token_delta: Histogram
     """Of |log π_θ − log π_behaviour| over targets."""
-    sequence_log_ratio: dict[str, Histogram] = field(default_factory=dict)
+    sequence_log_ratio: dict[str, Histogram]
     """Of |mean over T_τ of (log π_θ − log π_behaviour)| over trajectories, by the oldest weight version that sampled
     one of their targets (decimal)."""
-
-    def __add__(self, other: LossStats) -> LossStats:
-        return LossStats(**add(vars(self), vars(other)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,7 +187,7 @@ def loss_named(name: str) -> Loss:
     return loss
 
 
-def policy_loss(logp: Tensor, batch: LossBatch, config: LossConfig) -> tuple[Tensor, LossStats]:
+def policy_loss(logp: Tensor, micro_step: MicroStep, config: LossConfig) -> tuple[Tensor, LossStats]:
     """Σ_τ weight_τ · ℓ_τ over the micro-step's trajectories, a scalar in ``logp``'s dtype (float32 or float64).
 
     ``logp`` [n]: log π_θ(ids[i] | the tokens before i in its trajectory) at the temperature that sampled token i;
@@ -238,16 +199,18 @@ def policy_loss(logp: Tensor, batch: LossBatch, config: LossConfig) -> tuple[Ten
 
     Raises ValueError when ``logp`` doesn't have one floating value per token.
     """
-    if logp.shape != (batch.tokens,) or logp.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"log-probs are {logp.dtype}{list(logp.shape)}, not float32 or float64 [{batch.tokens}]")
+    if logp.shape != (micro_step.tokens,) or logp.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"log-probs are {logp.dtype}{list(logp.shape)}, not float32 or float64 [{micro_step.tokens}]")
     loss = loss_named(config.loss)
-    current, behaviour = logp[batch.positions], batch.behaviour.to(logp.dtype)
+    positions = np.flatnonzero(micro_step.target)
+    behaviour = torch.tensor(micro_step.behaviour[positions]).to(logp)
+    current = logp[torch.tensor(positions, device=logp.device)]
     targets = Targets(
         current=current,
         old=current.detach() if config.old == "proximal" else behaviour,
         behaviour=behaviour,
-        lengths=batch.lengths,
-        advantage=batch.advantage.to(logp.dtype),
+        lengths=tuple(np.add.reduceat(micro_step.target, micro_step.cu_seqlens[:-1], dtype=np.int64).tolist()),
+        advantage=torch.tensor(micro_step.advantage).to(logp),
         low=1 - (config.epsilon_low or loss.epsilon_low),
         high=1 + (config.epsilon_high or loss.epsilon_high),
     )
@@ -258,8 +221,8 @@ def policy_loss(logp: Tensor, batch: LossBatch, config: LossConfig) -> tuple[Ten
         by_trajectory = targets.means(by_target * objective.value)
     else:
         by_trajectory = correction * objective.value
-    value = -(batch.weight.to(logp.dtype) * by_trajectory).sum()
-    return value, _stats(targets, objective, truncated, batch.oldest)
+    value = -(torch.tensor(micro_step.weight).to(logp) * by_trajectory).sum()
+    return value, _stats(targets, objective, truncated, micro_step)
 
 
 def _correction(mismatch: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:
@@ -271,14 +234,12 @@ def _correction(mismatch: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:
     return w.clamp(max=bound), w > bound
 
 
-def _stats(targets: Targets, objective: Objective, truncated: Tensor, oldest: tuple[int, ...]) -> LossStats:
+def _stats(targets: Targets, objective: Objective, truncated: Tensor, micro_step: MicroStep) -> LossStats:
     mismatch, sequence = targets.mismatch, targets.means(targets.mismatch)
     ratio, behaviour_ratio = objective.ratio.detach(), objective.mismatch.exp()
-    advantage = targets.advantage
-    if len(ratio) == len(mismatch):
-        advantage = targets.spread(advantage)
+    advantage = targets.spread(targets.advantage) if len(ratio) == len(mismatch) else targets.advantage
     positive, negative = advantage > 0, advantage < 0
-    counts = {
+    scalars = {
         "positive": positive.sum(),
         "negative": negative.sum(),
         "clipped_positive": (positive & (ratio > targets.high)).sum(),
@@ -286,8 +247,6 @@ def _stats(targets: Targets, objective: Objective, truncated: Tensor, oldest: tu
         "outside_positive": (positive & (behaviour_ratio > targets.high)).sum(),
         "outside_negative": (negative & (behaviour_ratio < targets.low)).sum(),
         "truncated": truncated.sum(),
-    }
-    sums = {
         "sum_delta": mismatch.sum(),
         "sum_abs_delta": mismatch.abs().sum(),
         "max_token_delta": mismatch.abs().max(),
@@ -295,24 +254,29 @@ def _stats(targets: Targets, objective: Objective, truncated: Tensor, oldest: tu
         "max_sequence_log_ratio": sequence.abs().max(),
     }
     edges = torch.tensor(EDGES, dtype=torch.float64, device=mismatch.device)
-    token_bins = torch.bincount(_bins(mismatch, edges), minlength=len(edges) + 1)
+    token_bins, sequence_bins = (torch.bucketize(values.abs().double(), edges) for values in (mismatch, sequence))
+    parts = [
+        torch.stack([value.double() for value in scalars.values()]),
+        torch.bincount(token_bins, minlength=len(edges) + 1).double(),
+        sequence_bins.double(),
+    ]
     # one transfer for all: each would wait for the device
-    parts = [torch.stack([*counts.values()]), torch.stack([*sums.values()]), token_bins, _bins(sequence, edges)]
-    moved = torch.cat([part.to(torch.float64) for part in parts]).cpu().split([len(part) for part in parts])
-    count_values, sum_values, histogram, sequence_bins = (part.tolist() for part in moved)
+    numbers, histogram, places = (part.tolist() for part in torch.cat(parts).cpu().split([*map(len, parts)]))
+    by_name: dict[str, Any] = {
+        name: number if value.is_floating_point() else int(number)
+        for (name, value), number in zip(scalars.items(), numbers, strict=True)
+    }
+    versions = np.where(micro_step.target, micro_step.version, np.iinfo(np.int32).max)
+    oldest = np.minimum.reduceat(versions, micro_step.cu_seqlens[:-1]).tolist()
     by_version: dict[str, Histogram] = {}
-    for version, place in zip(oldest, sequence_bins, strict=True):
-        by_version[str(version)] = add(by_version.get(str(version), {}), {str(int(place)): 1})
+    for version, place in zip(oldest, places, strict=True):
+        bins = by_version.setdefault(str(version), {})
+        bins[str(int(place))] = bins.get(str(int(place)), 0) + 1
     return LossStats(
         trajectories=len(targets.lengths),
         targets=len(mismatch),
         units=len(ratio),
-        **dict(zip(counts, map(int, count_values), strict=True)),
-        **dict(zip(sums, sum_values, strict=True)),
-        token_delta={str(k): int(count) for k, count in enumerate(histogram) if count},
+        **by_name,
+        token_delta={str(place): int(count) for place, count in enumerate(histogram) if count},
         sequence_log_ratio=by_version,
     )
-
-
-def _bins(values: Tensor, edges: Tensor) -> Tensor:
-    return torch.bucketize(values.abs().to(torch.float64), edges)

@@ -30,7 +30,7 @@ from infra.megatron.model.pack import Runs
 from infra.megatron.model.shape import read_shape
 from infra.megatron.model.weights import add_into, check, copy_into, gathered_tensors, square_sum, table
 from trajectory.config import LossConfig, OptimizerConfig
-from trajectory.loss import LossBatch, loss_named, policy_loss
+from trajectory.loss import loss_named, policy_loss
 from trajectory.micro_step import MicroStep
 
 from megatron.core.distributed import (  # isort: skip - after infra.megatron.model.model, which installs the shim
@@ -205,7 +205,7 @@ class Replica:
             on_device(micro_step.target),
             on_device(micro_step.temperature),
         )
-        loss, stats = policy_loss(logprobs, LossBatch.from_micro_step(micro_step, where), self.loss)
+        loss, stats = policy_loss(logprobs, micro_step, self.loss)
         if not bool(torch.isfinite(loss)):
             raise TrainingError(f"the loss of a micro-step is {loss.item()}")
         finished = False

@@ -102,21 +102,28 @@ def test_without_the_package_each_name_is_refused(config: Path, part: str) -> No
 def test_the_loss_is_computed_by_its_formula(package: Path) -> None:
     value, expected, gradient = answer(
         """
-        import json, torch
+        import json, numpy as np, torch
         from trajectory.config import LossConfig
-        from trajectory.loss import LossBatch, policy_loss
+        from trajectory.loss import policy_loss
+        from trajectory.micro_step import MicroStep
 
         lengths, advantage, weight = (2, 3), torch.tensor([1.0, -0.5]), torch.tensor([0.4, 0.6])
+        target = np.array([False, True, True, False, True, True, True])  # behind a token of prompt each
         behaviour = torch.tensor([-1.0, -2.0, -0.5, -0.1, -3.0])
-        logp = torch.tensor([-1.5, -1.0, -0.5, -0.4, -2.0], dtype=torch.float64, requires_grad=True)
-        batch = LossBatch(
-            tokens=5, positions=torch.arange(5), behaviour=behaviour, lengths=lengths,
-            advantage=advantage.double(), weight=weight.double(), oldest=(0, 0),
+        logp = torch.tensor([0, -1.5, -1.0, 0, -0.5, -0.4, -2.0], dtype=torch.float64, requires_grad=True)
+        per_token = np.zeros(7, np.int32)
+        micro_step = MicroStep(
+            ids=per_token, version=per_token, call=per_token, offset=per_token, target=target,
+            behaviour=np.zeros(7, np.float32), temperature=np.ones(7, np.float32),
+            cu_seqlens=np.array([0, 3, 7], np.int32), prefix_of=np.full(2, -1, np.int32),
+            prefix_len=np.zeros(2, np.int32), advantage=advantage.double().numpy(), weight=weight.double().numpy(),
+            episode_index=np.arange(2, dtype=np.int32), episodes=("a", "b"), kinds=("main", "main"),
         )
+        micro_step.behaviour[target] = behaviour
         config = LossConfig(loss="unclipped", old="behaviour", epsilon_low=0.2, epsilon_high=0.2, mismatch_p99=1e-4)
-        loss, _ = policy_loss(logp, batch, config)
+        loss, _ = policy_loss(logp, micro_step, config)
         loss.backward()
-        means = torch.stack([part.mean() for part in (logp - behaviour).split(lengths)])
+        means = torch.stack([part.mean() for part in (logp[target] - behaviour).split(lengths)])
         print(json.dumps([loss.item(), -(weight * means.exp() * advantage).sum().item(), logp.grad.abs().sum().item()]))
         """,
         package,

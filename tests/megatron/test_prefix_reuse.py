@@ -20,7 +20,7 @@ from infra.megatron.model.model import target_logprobs
 from infra.megatron.model.pack import Pack, Runs
 from infra.megatron.replica import Replica
 from trajectory.config import LossConfig, OptimizerConfig
-from trajectory.loss import LossBatch, policy_loss
+from trajectory.loss import policy_loss
 from trajectory.micro_step import MicroStep
 
 from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
@@ -208,7 +208,7 @@ def test_in_float64_loss_and_gradient_agree_to_1e_10(policy_dir: Path, dense: bo
 
     def run(micro_step: MicroStep, *, dense: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         values = logprobs(model, micro_step, dense=dense)
-        loss, _ = policy_loss(values, LossBatch.from_micro_step(micro_step, "cpu"), LossConfig())
+        loss, _ = policy_loss(values, micro_step, LossConfig())
         named = dict(model.named_parameters())
         return loss.detach(), dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
 

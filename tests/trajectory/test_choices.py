@@ -17,7 +17,7 @@ from trajectory import config
 from trajectory.advantage import ADVANTAGES
 from trajectory.config import LOSS_NAMES, LossConfig, TrajectoryConfig
 from trajectory.episode import GradedEpisode
-from trajectory.loss import LOSSES, LossBatch, loss_named, policy_loss
+from trajectory.loss import LOSSES, loss_named, policy_loss
 from trajectory.plugins import Choices, PluginError
 from trajectory.process import process_group
 from trajectory.reduction import REDUCTIONS
@@ -72,10 +72,9 @@ def test_the_loss_of_an_installed_package_is_trained_with_its_own_clips(folder: 
     scripts = [random_script(random.Random(i), f"e/{i}", 8) for i in range(4)]
     group = [GradedEpisode(s.episode, s.records, float(i % 2)) for i, s in enumerate(scripts)]
     micro_step = process_group(group, TrajectoryConfig()).micro_steps[0]
-    batch = LossBatch.from_micro_step(micro_step, "cpu")
     logp = torch.full((micro_step.tokens,), -1.0, dtype=torch.float64)
-    theirs, stats = policy_loss(logp, batch, chosen)
-    own, expected = policy_loss(logp, batch, LossConfig(loss="gspo", epsilon_low=0.01, epsilon_high=0.02))
+    theirs, stats = policy_loss(logp, micro_step, chosen)
+    own, expected = policy_loss(logp, micro_step, LossConfig(loss="gspo", epsilon_low=0.01, epsilon_high=0.02))
     assert (theirs.item(), stats) == (own.item(), expected)
     with pytest.raises(ValidationError, match="mean_ratio needs epsilon_low and epsilon_high"):
         LossConfig(loss="mean_ratio", old="behaviour", mismatch_p99=0.0)

@@ -20,7 +20,7 @@ from trajectory.additive import BINS_PER_DECADE, EDGES, add, add_all, quantile
 from trajectory.config import LossConfig, TrajectoryConfig
 from trajectory.episode import GradedEpisode
 from trajectory.gauges import MEANING, Gauges, combine, group_gauges, loss_gauges, summary
-from trajectory.loss import LossBatch, LossStats, policy_loss
+from trajectory.loss import LossStats, policy_loss
 from trajectory.micro_step import MicroStep
 from trajectory.process import process_group
 
@@ -91,7 +91,7 @@ def _loss(micro_step: MicroStep, shift: dict[str, float], config: LossConfig | N
     owner = np.repeat(micro_step.episode_index, np.diff(micro_step.cu_seqlens))
     moved = np.asarray([shift[name] for name in micro_step.episodes])[owner]
     logp = torch.from_numpy(micro_step.behaviour.astype(np.float64) + moved)
-    return policy_loss(logp, LossBatch.from_micro_step(micro_step, "cpu"), config or LossConfig())[1]
+    return policy_loss(logp, micro_step, config or LossConfig())[1]
 
 
 SHIFT = {"e0": 2e-3, "e1": -1e-2, "e2": 1e-5}
@@ -220,7 +220,7 @@ def test_gauges_of_groups_add_up_in_any_order_and_grouping(step: list[list[Grade
     whole = combine(parts)
     cut = rng.randint(0, len(parts))
     mixed = rng.sample(parts, len(parts))
-    halves = combine(mixed[:cut]) + combine(mixed[cut:])
+    halves = combine([combine(mixed[:cut]), combine(mixed[cut:])])
     assert summary(halves) == summary(whole)
     assert halves.model_dump(exclude={"rewards"}) == whole.model_dump(exclude={"rewards"})
     assert Gauges.model_validate_json(whole.model_dump_json()) == whole

@@ -28,10 +28,11 @@ from trajectory_reference import (
     selection,
 )
 
+from trajectory.additive import add_all
 from trajectory.advantage import ADVANTAGES
 from trajectory.config import LossConfig, TrajectoryConfig
 from trajectory.episode import GradedEpisode
-from trajectory.loss import LOSSES, LossBatch, LossStats, policy_loss
+from trajectory.loss import LOSSES, LossStats, policy_loss
 from trajectory.micro_step import MicroStep
 from trajectory.process import process_group
 from trajectory.reduction import REDUCTIONS
@@ -60,21 +61,21 @@ def _run(
     """Loss, gradient by token and statistics: autograd on the table, summed over micro-steps."""
     index = {key: i for i, key in enumerate(table)}
     values = torch.tensor([*table.values(), math.nan], dtype=dtype, requires_grad=True)
-    total, stats = 0.0, LossStats()
+    total, parts = 0.0, []
     for m in micro_steps:
         owner = np.repeat(m.episode_index, np.diff(m.cu_seqlens))
         where = [
             index[m.episodes[e], int(c), int(o)] if t else len(table)  # not a number wherever nothing is a target
             for e, c, o, t in zip(owner, m.call, m.offset, m.target, strict=True)
         ]
-        value, part = policy_loss(values[torch.tensor(where)], LossBatch.from_micro_step(m, "cpu"), config)
+        value, part = policy_loss(values[torch.tensor(where)], m, config)
         value.backward()
         total += value.item()
-        stats += part
+        parts.append(vars(part))
     assert values.grad is not None
     gradient = values.grad.tolist()
     assert gradient.pop() == 0
-    return total, dict(zip(table, gradient, strict=True)), stats
+    return total, dict(zip(table, gradient, strict=True)), LossStats(**add_all(parts))
 
 
 choices = st.builds(
@@ -313,9 +314,9 @@ def test_behaviour_mode_is_the_published_gspo_formula() -> None:
     behaviour = [[-0.5, -1.25], [-0.75, -0.25, -2.0], [-1.0, -0.5], [-0.125]]
     current = [[-0.4997, -1.2502], [-0.7501, -0.2503, -1.9997], [-0.9, -0.4], [-0.225]]
     advantage = [1.5, -0.5, 1.0, -2.0]
-    batch = LossBatch.from_micro_step(_micro_step(behaviour, advantage, [0.25] * 4), "cpu")
+    micro_step = _micro_step(behaviour, advantage, [0.25] * 4)
     logp = torch.tensor([v for row in current for v in [0.0, *row]], dtype=torch.float64, requires_grad=True)
-    value, stats = policy_loss(logp, batch, BEHAVIOUR)
+    value, stats = policy_loss(logp, micro_step, BEHAVIOUR)
 
     # ratios: exp(1e-4 / 2), exp(-1e-4 / 3), exp(0.1) and exp(-0.1); the last two are clipped
     expected = -0.25 * (1.5 * 1.0000500012500208 - 0.5 * 0.9999666672222160 + 1.0 * 1.0004 - 2.0 * 0.9997)
@@ -330,9 +331,9 @@ def test_behaviour_mode_is_the_published_gspo_formula() -> None:
 
 def test_the_proximal_ratio_is_one_and_the_correction_is_truncated_and_detached() -> None:
     behaviour = [[-1.0, -3.0], [-1.0]]
-    batch = LossBatch.from_micro_step(_micro_step(behaviour, [1.0, -1.0], [0.5, 1.0]), "cpu")
+    micro_step = _micro_step(behaviour, [1.0, -1.0], [0.5, 1.0])
     logp = torch.tensor([0.0, -0.5, -1.0, 0.0, -1.5], dtype=torch.float64, requires_grad=True)
-    value, stats = policy_loss(logp, batch, PROXIMAL)
+    value, stats = policy_loss(logp, micro_step, PROXIMAL)
     w = math.exp(-0.5)  # the first trajectory's exp(1.25) is cut at 2
     assert value.item() == pytest.approx(-0.5 * 2.0 + w, abs=1e-12)
     value.backward()
@@ -360,13 +361,13 @@ def test_clips_that_a_configuration_does_not_name_are_those_of_its_loss() -> Non
 
 def test_without_a_bound_nothing_is_truncated_and_a_clipped_weight_keeps_its_gradient() -> None:
     behaviour, rows = [[-1.0, -3.0], [-1.0]], [0.0, -0.5, -1.0, 0.0, -1.5]
-    batch = LossBatch.from_micro_step(_micro_step(behaviour, [1.0, -1.0], [0.5, 1.0]), "cpu")
+    micro_step = _micro_step(behaviour, [1.0, -1.0], [0.5, 1.0])
     logp = torch.tensor(rows, dtype=torch.float64, requires_grad=True)
-    free = policy_loss(logp, batch, LossConfig(truncation=None))
+    free = policy_loss(logp, micro_step, LossConfig(truncation=None))
     assert free[0].item() == pytest.approx(-0.5 * math.exp(1.25) + math.exp(-0.5), abs=1e-12)
     assert free[1].truncated == 0
     clipped = LossConfig.model_validate({"loss": "cispo", "old": "behaviour", "mismatch_p99": 0.0, "epsilon_high": 0.5})
-    value, stats = policy_loss(logp, batch, clipped)
+    value, stats = policy_loss(logp, micro_step, clipped)
     value.backward()
     assert logp.grad is not None
     assert logp.grad.tolist() == pytest.approx([0, -0.25 * 1.5, -0.25 * 1.5, 0, math.exp(-0.5)], abs=1e-12)
@@ -374,8 +375,8 @@ def test_without_a_bound_nothing_is_truncated_and_a_clipped_weight_keeps_its_gra
 
 
 def test_log_probs_of_another_shape_or_precision_are_refused() -> None:
-    batch = LossBatch.from_micro_step(_micro_step([[-1.0]], [1.0], [1.0]), "cpu")
+    micro_step = _micro_step([[-1.0]], [1.0], [1.0])
     with pytest.raises(ValueError, match="not float32 or float64 \\[2\\]"):
-        policy_loss(torch.zeros(3), batch, PROXIMAL)
+        policy_loss(torch.zeros(3), micro_step, PROXIMAL)
     with pytest.raises(ValueError, match="bfloat16"):
-        policy_loss(torch.zeros(2, dtype=torch.bfloat16), batch, PROXIMAL)
+        policy_loss(torch.zeros(2, dtype=torch.bfloat16), micro_step, PROXIMAL)
