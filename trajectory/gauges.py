@@ -1,6 +1,6 @@
 """What a step says of itself: how far serving and training disagree, and what became of what was sampled.
 
-Invariant: gauges of groups and of micro-steps add up (``+``) to the step's, in any order and grouping; shares and
+Invariant: gauges of groups and of micro-steps add up (``combine``) to the step's, in any order and grouping; shares and
 quantiles are taken last, in ``summary``. A share of nothing is left out, never zero.
 
 This is pure; it does not know where gauges are stored. It needs no torch.
@@ -9,18 +9,16 @@ This is pure; it does not know where gauges are stored. It needs no torch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict
 
-from trajectory.additive import add, add_all, quantile
+from trajectory.additive import add_all, quantile
 from trajectory.stats import GroupStats
 
 Counts = dict[str, int]
 Stored = dict[str, Any] | None
 """What a group or a claim has stored of itself; None when it can't be read."""
-
-SIGNS: Final = ("positive", "negative")
 
 
 class Gauges(BaseModel):
@@ -57,9 +55,6 @@ class Gauges(BaseModel):
     unread: int = 0
     """Groups and claims of the step whose statistics could not be read: everything else is without them."""
 
-    def __add__(self, other: Self) -> Self:
-        return type(self).model_validate(add(self.model_dump(), other.model_dump()))
-
 
 def group_gauges(
     stats: GroupStats, *, task: str, excluded: Mapping[str, int], version: int, train: bool = True
@@ -93,7 +88,7 @@ def loss_gauges(stats: Mapping[str, Any], *, version: int) -> Gauges:
 
 
 def combine(parts: Iterable[Gauges]) -> Gauges:
-    """The sum of many, faster than one by one."""
+    """The sum of all; of nothing, gauges of nothing."""
     return Gauges.model_validate(add_all(part.model_dump() for part in parts))
 
 
@@ -117,43 +112,6 @@ def added_up(groups: Iterable[Stored], claims: Iterable[Stored], *, version: int
     ]
     parts += [loss_gauges(trained[ref], version=version) for ref in sorted(trained)]
     return combine([*parts, Gauges(unread=sum(stored is None for stored in [*groups, *claims]))])
-
-
-def summary(gauges: Gauges) -> dict[str, float]:
-    """Few numbers for people and programs, 4 digits each: what each is says ``MEANING``. What can't be told is left
-    out; without a training step that is everything about training."""
-    loss = gauges.loss
-    sampled = sum(gauges.sampled.values())
-    trained, lags = sum(gauges.trained_by_lag.values()), {int(lag): n for lag, n in gauges.trained_by_lag.items()}
-    sequences = loss.get("sequence_log_ratio", {})
-    everywhere = add_all(sequences.values())
-    token_top, sequence_top = loss.get("max_token_delta"), loss.get("max_sequence_log_ratio")
-    numbers = {
-        "token_log_ratio": _share(loss.get("sum_delta"), loss.get("targets")),
-        "token_abs": _share(loss.get("sum_abs_delta"), loss.get("targets")),
-        "token_p99": _at_most(quantile(loss.get("token_delta", {}), 0.99), token_top),
-        "token_max": token_top,
-        "sequence_abs": _share(loss.get("sum_abs_sequence_log_ratio"), loss.get("trajectories")),
-        "sequence_p50": _at_most(quantile(everywhere, 0.5), sequence_top),
-        "sequence_p99": _at_most(quantile(everywhere, 0.99), sequence_top),
-        "sequence_max": sequence_top,
-        "mismatch_p99": _at_most(quantile(sequences.get("0", {}), 0.99), sequence_top),
-        "truncated": _share(loss.get("truncated"), loss.get("units")),
-        "trained": _share(sum(gauges.trained.values()), sampled) if _trains(gauges) else None,
-        "left_out": _share(sum(gauges.left_out.values()), sampled) if _trains(gauges) else None,
-        "no_gradient": _share(sum(gauges.without_gradient.values()), sampled) if _trains(gauges) else None,
-        "duplicates": _share(gauges.duplicates, sampled + gauges.duplicates),
-        "excluded": _share(sum(gauges.excluded.values()), gauges.episodes),
-        "stale": _share(trained - lags.get(0, 0), trained),
-        "lag": _share(sum(lag * n for lag, n in lags.items()), trained),
-        "unread": gauges.unread or None,
-    }
-    for sign in SIGNS:
-        calls = gauges.malformed.get(sign, {})
-        numbers[f"clipped_{sign}"] = _share(loss.get(f"clipped_{sign}"), loss.get(sign))
-        numbers[f"outside_{sign}"] = _share(loss.get(f"outside_{sign}"), loss.get(sign))
-        numbers[f"malformed_{sign}"] = _share(calls.get("malformed_calls"), calls.get("calls"))
-    return {name: float(f"{value:.4g}") for name, value in numbers.items() if value is not None}
 
 
 MEANING: Final = {
@@ -182,11 +140,55 @@ MEANING: Final = {
     "lag": "mean staleness of trained tokens, versions",
     "unread": "groups and claims whose statistics could not be read",
 }
-"""Of the names in ``summary``."""
+"""Of a step's figures, in the order in which they are shown."""
 
 
-def _trains(gauges: Gauges) -> bool:
-    return bool(gauges.trained or gauges.left_out or gauges.without_gradient)
+def summary(gauges: Gauges) -> dict[str, float]:
+    """The figures of ``MEANING`` for people and programs, 4 digits each. What can't be told is left out; without a
+    training step that is everything about training."""
+    loss = gauges.loss
+    ratios = loss.get("sequence_log_ratio", {})
+    everywhere = add_all(ratios.values())
+    lags = {int(lag): tokens for lag, tokens in gauges.trained_by_lag.items()}
+    sampled, trained = sum(gauges.sampled.values()), sum(lags.values())
+    trains = gauges.trained or gauges.left_out or gauges.without_gradient
+
+    def mean(total: str, count: str) -> float | None:
+        return _share(loss.get(total), loss.get(count))
+
+    def at_most(q: float, histogram: Counts, largest: str) -> float | None:
+        """A quantile's upper bound, which can't be above the maximum."""
+        bound = quantile(histogram, q)
+        return bound if bound is None else min(bound, loss.get(largest, bound))
+
+    def of_sampled(tokens: Counts) -> float | None:
+        return _share(sum(tokens.values()), sampled) if trains else None
+
+    figures = {
+        "token_log_ratio": mean("sum_delta", "targets"),
+        "token_abs": mean("sum_abs_delta", "targets"),
+        "token_p99": at_most(0.99, loss.get("token_delta", {}), "max_token_delta"),
+        "token_max": loss.get("max_token_delta"),
+        "sequence_abs": mean("sum_abs_sequence_log_ratio", "trajectories"),
+        "sequence_p50": at_most(0.5, everywhere, "max_sequence_log_ratio"),
+        "sequence_p99": at_most(0.99, everywhere, "max_sequence_log_ratio"),
+        "sequence_max": loss.get("max_sequence_log_ratio"),
+        "mismatch_p99": at_most(0.99, ratios.get("0", {}), "max_sequence_log_ratio"),
+        "truncated": mean("truncated", "units"),
+        "trained": of_sampled(gauges.trained),
+        "left_out": of_sampled(gauges.left_out),
+        "no_gradient": of_sampled(gauges.without_gradient),
+        "duplicates": _share(gauges.duplicates, sampled + gauges.duplicates),
+        "excluded": _share(sum(gauges.excluded.values()), gauges.episodes),
+        "stale": _share(trained - lags.get(0, 0), trained),
+        "lag": _share(sum(lag * tokens for lag, tokens in lags.items()), trained),
+        "unread": gauges.unread or None,
+    }
+    for sign in ("positive", "negative"):
+        calls = gauges.malformed.get(sign, {})
+        figures |= {f"{kind}_{sign}": mean(f"{kind}_{sign}", sign) for kind in ("clipped", "outside")}
+        figures[f"malformed_{sign}"] = _share(calls.get("malformed_calls"), calls.get("calls"))
+    return {name: float(f"{figures[name]:.4g}") for name in MEANING if figures[name] is not None}
 
 
 def _by_lag(by_version: Mapping[str, Any], version: int) -> dict[str, Any]:
@@ -195,8 +197,3 @@ def _by_lag(by_version: Mapping[str, Any], version: int) -> dict[str, Any]:
 
 def _share(part: float | None, whole: float | None) -> float | None:
     return part / whole if part is not None and whole else None
-
-
-def _at_most(bound: float | None, top: float | None) -> float | None:
-    """A quantile's upper bound can't be above the maximum."""
-    return bound if bound is None or top is None else min(bound, top)
