@@ -44,12 +44,14 @@ class ClientGone(Exception):
     """The client closed its connection."""
 
 
-def create_app(gateway: Gateway) -> FastAPI:
-    """The application. It starts and stops the gateway's router with its own lifespan."""
+def create_app(gateway: Gateway, serving: Callable[[], None] = lambda: None) -> FastAPI:
+    """The application. It starts and stops the gateway's router with its own lifespan; ``serving`` is called when the
+    router has started."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await gateway.router.start()
+        serving()
         yield
         await gateway.stop()
         await gateway.router.stop()

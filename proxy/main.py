@@ -100,6 +100,7 @@ def arguments() -> argparse.ArgumentParser:
     options.add_argument("--processes", type=int, help="serve with so many processes (GYRE_PROXY_PROCESSES)")
     options.add_argument("--limits", help="JSON object, or a file with one: fields of Limits (GYRE_PROXY_LIMITS)")
     options.add_argument("--inherited", default="", help=argparse.SUPPRESS)
+    options.add_argument("--announce", type=int, help=argparse.SUPPRESS)
     return options
 
 
@@ -133,7 +134,12 @@ def main() -> None:
         options.error(str(fault))
     vocabulary, kv = model_vocabulary(given.policy, renderer), policy_kv(given.policy, settings)
     gateway = build_gateway(redis, renderer, vocab_size=vocabulary, limits=limits, kv=kv)
-    make_server(create_app(gateway)).run(sockets=sockets)
+
+    def announce() -> None:
+        if given.announce is not None:
+            os.write(given.announce, b"1")
+
+    make_server(create_app(gateway, announce)).run(sockets=sockets)
 
 
 if __name__ == "__main__":

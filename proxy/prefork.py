@@ -2,7 +2,8 @@
 
 The parent listens and never accepts: whichever child is free takes a connection, and one that is killed takes none with
 it but its own. Children hold the reading end of a pipe whose writing end only the parent has: when the parent is gone,
-however it went, they stop.
+however it went, they stop. Through another pipe a child says that it serves: one that ends with an error before any
+has said so will not start at all, and then all end, however long a slow machine took to find out.
 
 It knows nothing of what a child serves.
 """
@@ -24,20 +25,20 @@ log = logging.getLogger(__name__)
 BACKOFF_S = (0.1, 0.5, 1.0, 2.0, 5.0)
 CALM_S = 30.0
 """A child that ran this long is started again at once."""
-START_S = 5.0
-"""A child that fails sooner, before any child has lasted as long, will not start at all: then all end."""
 STOP_S = 8.0
 """Seconds between SIGTERM and SIGKILL."""
 
 
 class Family:
-    """``count`` children, each started with ``command`` and ``--inherited`` (see ``inherited``)."""
+    """``count`` children, each started with ``command``, ``--inherited`` (see ``inherited``) and ``--announce``, a file
+    descriptor to which it writes once it serves."""
 
     def __init__(self, command: Sequence[str], sockets: Sequence[socket.socket], count: int) -> None:
         self._command, self._sockets, self._count = list(command), list(sockets), count
         self._children: dict[int, asyncio.subprocess.Process] = {}
         self._over: asyncio.Future[int]
-        self._proven = False
+        self._served = False
+        """One of the children has served."""
 
     async def run(self) -> int:
         """Serve until SIGTERM or SIGINT. Returns the exit code: not 0 when the children can't start."""
@@ -45,9 +46,12 @@ class Family:
         self._over = loop.create_future()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._end, 0)
-        reading, writing = os.pipe()
-        handed = [*(sock.fileno() for sock in self._sockets), reading]
-        command = [*self._command, "--inherited", ",".join(map(str, handed))]
+        lifeline, holding = os.pipe()
+        announced, announce = os.pipe()
+        loop.add_reader(announced, self._note_serving, announced)
+        inherits = [*(sock.fileno() for sock in self._sockets), lifeline]
+        command = [*self._command, "--inherited", ",".join(map(str, inherits)), "--announce", str(announce)]
+        handed = [*inherits, announce]
         tasks = [asyncio.create_task(self._keep(place, command, handed)) for place in range(self._count)]
         try:
             return await self._over
@@ -56,8 +60,13 @@ class Family:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await asyncio.gather(*(_stop(child) for child in self._children.values()))
-            os.close(reading)
-            os.close(writing)
+            loop.remove_reader(announced)
+            for end in (lifeline, holding, announced, announce):
+                os.close(end)
+
+    def _note_serving(self, announced: int) -> None:
+        os.read(announced, 64)
+        self._served = True
 
     def _end(self, code: int) -> None:
         if not self._over.done():
@@ -71,8 +80,7 @@ class Family:
             self._children[place] = child
             code = await child.wait()
             lasted_s = time.monotonic() - started
-            self._proven |= lasted_s > START_S
-            if code > 0 and not self._proven:
+            if code > 0 and not self._served:
                 log.error("process %d ended with code %d before it served", child.pid, code)
                 self._end(code)
                 return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 from contextlib import AbstractAsyncContextManager
@@ -16,6 +17,7 @@ from proxy_parts import ProxyStack, until, write_tokenizer
 from infra.state import keys
 from proxy.limits import Limits
 from proxy.main import BadLimits, read_limits
+from proxy.prefork import Family
 from tests.processes import CHECKOUT, ProxyProcess, free_port, proxy_process
 
 UNIX = "http://proxy"
@@ -97,6 +99,24 @@ async def test_a_proxy_that_cannot_start_ends_instead_of_trying_for_ever(tmp_pat
     finally:
         if process.returncode is None:  # it would go on trying behind a test that has failed
             process.kill()
+
+
+SERVES_ONCE = "import os, sys; os.write(int(sys.argv[-1]), b'1'); open(sys.argv[1], 'a').write('x'); sys.exit(3)"
+NEVER_SERVES = "import sys; sys.exit(3)"
+
+
+async def test_processes_that_served_are_started_again_though_they_end_at_once(tmp_path: Path) -> None:
+    lives = tmp_path / "lives"
+    family = Family([sys.executable, "-c", SERVES_ONCE, str(lives)], [], 1)
+    running = asyncio.create_task(family.run())
+    await until(lambda: lives.exists() and lives.stat().st_size > 1, "a second life")
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await asyncio.wait_for(running, 30) == 0
+
+
+async def test_processes_that_end_before_they_serve_end_all_with_their_code() -> None:
+    family = Family([sys.executable, "-c", NEVER_SERVES], [], 2)
+    assert await asyncio.wait_for(family.run(), 30) == 3
 
 
 @pytest.mark.parametrize(
