@@ -13,7 +13,7 @@ from typing import Any
 from infra.chat.chatml import IM_END, IM_START, MARKS
 from infra.chat.export import TEMPLATE_FILE, TOKENIZER_CONFIG
 from infra.chat.probes import TemplateUnfit
-from infra.chat.qwen3 import ChatMLRenderer
+from infra.chat.qwen3 import Qwen3Renderer
 from infra.chat.renderer import Renderer
 from infra.chat.smollm2 import SmolLM2Renderer
 from infra.chat.stock import StockRenderer
@@ -39,7 +39,7 @@ def renderer_for(policy_folder: Path, *, compact_tools: bool | None = None) -> R
     family = settings.get("renderer") or _family(policy_folder, file)
     match family:
         case "qwen3":
-            return ChatMLRenderer(file, compact_tools=compact)
+            return Qwen3Renderer(file, compact_tools=compact)
         case "smollm2":
             return SmolLM2Renderer(file, compact_tools=compact)
         case "stock" if compact:

@@ -14,7 +14,7 @@ from infra.chat.reading import ParsedTurn, read_turn
 from infra.chat.tokens import Vocabulary
 
 
-class ChatMLRenderer(ChatML):
+class Qwen3Renderer(ChatML):
     family = "qwen3"
 
     def __init__(self, tokenizer_file: Path, *, compact_tools: bool = False) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from infra.chat.chatml import IM_END
 from infra.chat.export import write_template
-from infra.chat.qwen3 import ChatMLRenderer
+from infra.chat.qwen3 import Qwen3Renderer
 from infra.files import write_whole
 from infra.quickstart.recipe import PolicyRecipe
 
@@ -86,7 +86,7 @@ def _make(folder: Path, recipe: PolicyRecipe, seed: int, progress: Callable[[str
     try:
         tokenizer = train_tokenizer()
         tokenizer.save(str(folder / TOKENIZER))
-        renderer = ChatMLRenderer(folder / TOKENIZER, compact_tools=True)
+        renderer = Qwen3Renderer(folder / TOKENIZER, compact_tools=True)
         progress(f"tokenizer: {renderer.vocab_size} tokens")
         model = make_model(
             recipe.shape,

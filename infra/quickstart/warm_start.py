@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from transformers import Qwen3ForCausalLM
 
 from infra.chat.messages import Message
-from infra.chat.qwen3 import ChatMLRenderer
+from infra.chat.qwen3 import Qwen3Renderer
 from infra.quickstart.demonstrations import TOOLS, demonstrate
 from infra.quickstart.recipe import WarmStartRecipe
 from infra.quickstart.tasks import make_task
@@ -34,7 +34,7 @@ class EncodedDemo:
     sampled: tuple[bool, ...]
 
 
-def encode(renderer: ChatMLRenderer, messages: Sequence[Message]) -> EncodedDemo:
+def encode(renderer: Qwen3Renderer, messages: Sequence[Message]) -> EncodedDemo:
     """Encode a conversation that ends with an assistant turn, as the proxy would have recorded it."""
     ids = renderer.root(None, TOOLS)
     sampled = [False] * len(ids)
@@ -57,7 +57,7 @@ class DemoStream:
 
     POOL = 256
 
-    def __init__(self, renderer: ChatMLRenderer, recipe: WarmStartRecipe, seed: int) -> None:
+    def __init__(self, renderer: Qwen3Renderer, recipe: WarmStartRecipe, seed: int) -> None:
         self._renderer, self._recipe = renderer, recipe
         self._rng = random.Random(f"warm start/{seed}")
         self._pool: list[EncodedDemo] = []
@@ -83,7 +83,7 @@ class DemoStream:
 
 def warm_start(
     model: Qwen3ForCausalLM,
-    renderer: ChatMLRenderer,
+    renderer: Qwen3Renderer,
     recipe: WarmStartRecipe,
     *,
     seed: int,

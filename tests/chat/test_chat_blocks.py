@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from infra.chat.chatml import ChatML
 from infra.chat.messages import Message, Tool, ToolCall
-from infra.chat.qwen3 import ChatMLRenderer
+from infra.chat.qwen3 import Qwen3Renderer
 from infra.chat.smollm2 import SmolLM2Renderer
 
 
@@ -115,7 +115,7 @@ def test_thinking_stays_in_every_turn(renderer: ChatML) -> None:
     assert said.count("<think>\nhm\n</think>\n\ndone") == 2
 
 
-def test_the_families_spell_alike_and_differ_in_their_marks(qwen: ChatMLRenderer, smol: SmolLM2Renderer) -> None:
+def test_the_families_spell_alike_and_differ_in_their_marks(qwen: Qwen3Renderer, smol: SmolLM2Renderer) -> None:
     talk = (
         Message(role="user", content="a."),
         Message(role="assistant", content="b.", reasoning="c", tool_calls=(ToolCall("i", "f", '{"x": 1}'),) * 2),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from infra.chat.chatml import TEMPLATE
 from infra.chat.messages import Message, Tool, ToolCall
 from infra.chat.probes import TemplateUnfit
-from infra.chat.qwen3 import ChatMLRenderer
+from infra.chat.qwen3 import Qwen3Renderer
 from infra.chat.stock import StockRenderer
 
 APPEND_ONLY = TEMPLATE.read_text()
@@ -60,14 +60,14 @@ def stock(tokenizer: Path) -> StockRenderer:
 
 
 @pytest.fixture(scope="module")
-def own(tokenizer: Path) -> ChatMLRenderer:
-    return ChatMLRenderer(tokenizer)
+def own(tokenizer: Path) -> Qwen3Renderer:
+    return Qwen3Renderer(tokenizer)
 
 
 @given(st.lists(messages_of(texts), min_size=1, max_size=6), tool_lists, st.one_of(st.none(), texts))
 @settings(max_examples=60, deadline=None)
 def test_no_text_becomes_structure(
-    stock: StockRenderer, own: ChatMLRenderer, messages: list[Message], tools: tuple[Tool, ...], opening: str | None
+    stock: StockRenderer, own: Qwen3Renderer, messages: list[Message], tools: tuple[Tool, ...], opening: str | None
 ) -> None:
     """The template that gyre exports, taken as a stock one, gives gyre's own blocks, whatever the texts spell."""
     system = None if opening is None else Message(role="system", content=opening)

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from infra.chat.chatml import ChatML
 from infra.chat.export import write_template
 from infra.chat.messages import Message, Tool, ToolCall
-from infra.chat.qwen3 import ChatMLRenderer
+from infra.chat.qwen3 import Qwen3Renderer
 from infra.chat.smollm2 import SmolLM2Renderer
 
 
@@ -51,7 +51,7 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": "old"})
     )
-    renderer = (ChatMLRenderer if qwen else SmolLM2Renderer)(file, compact_tools="compact" in request.param)
+    renderer = (Qwen3Renderer if qwen else SmolLM2Renderer)(file, compact_tools="compact" in request.param)
     write_template(folder, renderer)
     return renderer, AutoTokenizer.from_pretrained(folder)
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infra.chat.chatml import ChatML
-from infra.chat.qwen3 import ChatMLRenderer
+from infra.chat.qwen3 import Qwen3Renderer
 from infra.chat.smollm2 import SmolLM2Renderer
 
 CALL = '<tool_call>\n{"name": "bash", "arguments": {"command": "ls"}}\n</tool_call>'
@@ -105,7 +105,7 @@ def test_a_token_that_spans_two_calls_leaves_no_cut_between_them(smol: SmolLM2Re
     assert len(turn.calls) == 2 and turn.cuts[1] is None
 
 
-def test_marks_that_are_spelled_in_text_tokens_are_no_call_of_qwen(qwen: ChatMLRenderer) -> None:
+def test_marks_that_are_spelled_in_text_tokens_are_no_call_of_qwen(qwen: Qwen3Renderer) -> None:
     turn = qwen.parse(qwen.text(CALL))
     assert not turn.calls and turn.content == CALL
 

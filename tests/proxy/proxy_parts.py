@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 from redis.asyncio import Redis
 
-from infra.chat.qwen3 import ChatMLRenderer
+from infra.chat.qwen3 import Qwen3Renderer
 from proxy.limits import Limits
 from trajectory.records import CallRecord
 from workers.harness_check.engine import Script, ScriptedEngine, ScriptedTurn
@@ -49,7 +49,7 @@ async def until(condition: Callable[[], Any] | Callable[[], Awaitable[Any]], wha
 class ProxyStack(PartialStack):
     """Scripted cells that share what the policy says next, and gateways that are quick to give up."""
 
-    def __init__(self, redis: Redis, renderer: ChatMLRenderer) -> None:
+    def __init__(self, redis: Redis, renderer: Qwen3Renderer) -> None:
         super().__init__(redis, "")
         self.renderer = renderer
         self.script = Script(self._say)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infra.chat.messages import Message, Tool, ToolCall
-from infra.chat.qwen3 import ChatMLRenderer
+from infra.chat.qwen3 import Qwen3Renderer
 from proxy.conversation.ledger import Ledger, PlannedCall
 from proxy.conversation.requests import ModelRequest
 from proxy.conversation.stored_turns import StoredTurn, decode, encode, stored_message
@@ -39,7 +39,7 @@ def request(messages: list[Message], tools: tuple[Tool, ...] = TOOLS, system: st
 class Recorded:
     """A ledger with the records and notes that its proxy would have written."""
 
-    renderer: ChatMLRenderer
+    renderer: Qwen3Renderer
     ledger: Ledger
     calls: list[tuple[CallRecord, StoredTurn]] = field(default_factory=list)
 
@@ -111,7 +111,7 @@ def results(message: Message, text: str = "done") -> list[Message]:
 
 
 def test_first_calls_only_keep_the_sampled_tokens_before_them(
-    renderer: ChatMLRenderer,
+    renderer: Qwen3Renderer,
 ) -> None:
     episode = Recorded(renderer, Ledger(renderer))
     first = [Message(role="user", content="go")]
@@ -128,7 +128,7 @@ def test_first_calls_only_keep_the_sampled_tokens_before_them(
     assert (record.parent, record.kept) == (0, len(plan.prompt) + cut)
 
 
-def test_never_said_a_turn_is_rendered_and_counted(renderer: ChatMLRenderer) -> None:
+def test_never_said_a_turn_is_rendered_and_counted(renderer: Qwen3Renderer) -> None:
     episode = Recorded(renderer, Ledger(renderer))
     first = [Message(role="user", content="go")]
     _, turn, _ = episode.say(request(first), "one")
@@ -137,7 +137,7 @@ def test_never_said_a_turn_is_rendered_and_counted(renderer: ChatMLRenderer) -> 
     assert (plan.synthetic, plan.place.fork) == (1, "resume")
 
 
-def test_other_prefix_a_kept_tail_under_a_summary_has_the_same_tokens(renderer: ChatMLRenderer) -> None:
+def test_other_prefix_a_kept_tail_under_a_summary_has_the_same_tokens(renderer: Qwen3Renderer) -> None:
     episode = Recorded(renderer, Ledger(renderer))
     first = [Message(role="user", content="go")]
     _, one, _ = episode.say(request(first), "one", calls=1)
@@ -150,7 +150,7 @@ def test_other_prefix_a_kept_tail_under_a_summary_has_the_same_tokens(renderer: 
     assert [(turn.seq, turn.own, turn.whole) for turn in plan.turns] == [(1, False, True)]
 
 
-def test_new_text_in_the_last_message_branches_inside_it(renderer: ChatMLRenderer) -> None:
+def test_new_text_in_the_last_message_branches_inside_it(renderer: Qwen3Renderer) -> None:
     episode = Recorded(renderer, Ledger(renderer))
     first = [Message(role="user", content="go")]
     plan, _, _ = episode.say(request(first), "one")
@@ -163,7 +163,7 @@ def test_new_text_in_the_last_message_branches_inside_it(renderer: ChatMLRendere
 GO = Message(role="user", content="go")
 
 
-def begun(renderer: ChatMLRenderer, text: str = "one", calls: int = 0) -> tuple[Recorded, list[int], Message]:
+def begun(renderer: Qwen3Renderer, text: str = "one", calls: int = 0) -> tuple[Recorded, list[int], Message]:
     """An episode with one call; the tokens of its prompt without the generation prompt, and its turn."""
     episode = Recorded(renderer, Ledger(renderer))
     plan, turn, _ = episode.say(request([GO]), text, calls)
@@ -176,7 +176,7 @@ def continued(turn: Message, **changes: Any) -> ModelRequest:
     return request([GO, sent, *(results(sent) or [GO])])
 
 
-def test_known_message_is_not_tokenised_again(renderer: ChatMLRenderer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_known_message_is_not_tokenised_again(renderer: Qwen3Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
     episode, _, turn = begun(renderer)
     asked = continued(turn)
     episode.say(asked, "two")
@@ -184,7 +184,7 @@ def test_known_message_is_not_tokenised_again(renderer: ChatMLRenderer, monkeypa
     assert list(episode.ledger.plan(asked).prompt) == [*episode.sequence(1)[: len(episode.ledger.plan(asked).prompt)]]
 
 
-def test_longer_user_message_keeps_the_tokens_of_the_shorter(renderer: ChatMLRenderer) -> None:
+def test_longer_user_message_keeps_the_tokens_of_the_shorter(renderer: Qwen3Renderer) -> None:
     episode, before, _ = begun(renderer)
     message = episode.ledger.turns[0].parent
     assert message is not None
@@ -194,7 +194,7 @@ def test_longer_user_message_keeps_the_tokens_of_the_shorter(renderer: ChatMLRen
         assert (list(plan.prompt[: len(before)]) == before and plan.kept == len(before)) == keeps
 
 
-def test_minted_id_is_the_turn_whatever_its_text_says(renderer: ChatMLRenderer) -> None:
+def test_minted_id_is_the_turn_whatever_its_text_says(renderer: Qwen3Renderer) -> None:
     episode, _, turn = begun(renderer, calls=1)
     for changes, mutated in (({}, False), ({"content": "another text"}, True), ({"reasoning": ""}, False)):
         for ids in ({}, {"turn_id": ""}):
@@ -203,13 +203,13 @@ def test_minted_id_is_the_turn_whatever_its_text_says(renderer: ChatMLRenderer) 
             assert plan.mutated == mutated and [(c.seq, c.own, c.whole) for c in plan.turns] == [(0, True, True)]
 
 
-def test_other_calls_than_the_turns_first_were_never_said(renderer: ChatMLRenderer) -> None:
+def test_other_calls_than_the_turns_first_were_never_said(renderer: Qwen3Renderer) -> None:
     episode, _, turn = begun(renderer, calls=2)
     plan = episode.ledger.plan(continued(turn, tool_calls=turn.tool_calls[1:]))
     assert (plan.turns, plan.synthetic) == ((), 1)
 
 
-def test_same_content_is_the_turn_that_had_the_same_thought(renderer: ChatMLRenderer) -> None:
+def test_same_content_is_the_turn_that_had_the_same_thought(renderer: Qwen3Renderer) -> None:
     episode, _, first = begun(renderer)
     _, latest, _ = episode.say(request([GO]), "one")
     assert first.content == latest.content and first.reasoning != latest.reasoning
@@ -218,14 +218,14 @@ def test_same_content_is_the_turn_that_had_the_same_thought(renderer: ChatMLRend
         assert [(c.seq, c.own, c.whole) for c in plan.turns] == [(seq, True, True)]
 
 
-def test_text_without_calls_is_the_turns_beginning(renderer: ChatMLRenderer) -> None:
+def test_text_without_calls_is_the_turns_beginning(renderer: Qwen3Renderer) -> None:
     episode, before, turn = begun(renderer, "I look", calls=1)
     plan = episode.ledger.plan(continued(turn, turn_id="", tool_calls=()))
     assert [(c.seq, c.own, c.whole) for c in plan.turns] == [(0, False, False)] and plan.synthetic == 0
     assert plan.kept > len(before) + len(plan.header)
 
 
-def test_content_elsewhere_is_copied_unless_it_is_empty(renderer: ChatMLRenderer) -> None:
+def test_content_elsewhere_is_copied_unless_it_is_empty(renderer: Qwen3Renderer) -> None:
     for text, copied in (("one", True), ("", False)):
         episode, _, turn = begun(renderer, text)
         sent = msgspec.structs.replace(turn, turn_id="")
@@ -234,14 +234,14 @@ def test_content_elsewhere_is_copied_unless_it_is_empty(renderer: ChatMLRenderer
         assert plan.synthetic == (not copied)
 
 
-def test_nothing_recorded_means_no_parent(renderer: ChatMLRenderer) -> None:
+def test_nothing_recorded_means_no_parent(renderer: Qwen3Renderer) -> None:
     episode, before, _ = begun(renderer)
     other = episode.ledger.plan(request([GO], system="another"))
     assert (other.parent, other.kept, other.shared, len(other.added)) == (-1, 0, 0, 2)
     assert list(other.prompt_ids) == list(other.prompt) != before
 
 
-def test_sampled_again_keeps_the_whole_prompt_of_the_latest_sample(renderer: ChatMLRenderer) -> None:
+def test_sampled_again_keeps_the_whole_prompt_of_the_latest_sample(renderer: Qwen3Renderer) -> None:
     episode, before, _ = begun(renderer)
     for latest in range(3):
         plan = episode.ledger.plan(request([GO]))
@@ -249,14 +249,14 @@ def test_sampled_again_keeps_the_whole_prompt_of_the_latest_sample(renderer: Cha
         episode.say(request([GO]), f"sample {latest}")
 
 
-def test_shared_beginning_is_kept_of_the_siblings_call(renderer: ChatMLRenderer) -> None:
+def test_shared_beginning_is_kept_of_the_siblings_call(renderer: Qwen3Renderer) -> None:
     episode, before, _ = begun(renderer)
     episode.say(request([Message(role="user", content="other")]), "two")
     plan = episode.ledger.plan(request([Message(role="user", content="go\non")]))
     assert (plan.parent, plan.kept) == (0, len(before))
 
 
-def test_goes_on_from_the_last_recorded_node(renderer: ChatMLRenderer) -> None:
+def test_goes_on_from_the_last_recorded_node(renderer: Qwen3Renderer) -> None:
     episode, _, turn = begun(renderer)
     plan = episode.ledger.plan(continued(turn))
     assert (plan.parent, plan.kept, plan.shared) == (0, len(episode.sequence(0)), 3)
@@ -264,7 +264,7 @@ def test_goes_on_from_the_last_recorded_node(renderer: ChatMLRenderer) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_histories_only_grow_and_a_rebuilt_ledger_plans_alike(renderer: ChatMLRenderer, data: st.DataObject) -> None:
+def test_histories_only_grow_and_a_rebuilt_ledger_plans_alike(renderer: Qwen3Renderer, data: st.DataObject) -> None:
     episode = Recorded(renderer, Ledger(renderer))
     lines: list[tuple[list[Message], list[int]]] = [([], [])]
     asked: list[ModelRequest] = []

@@ -13,7 +13,7 @@ from proxy_parts import ProxyStack
 from redis.asyncio import Redis
 from schemathesis import Case, GenerationMode
 
-from infra.chat.qwen3 import ChatMLRenderer
+from infra.chat.qwen3 import Qwen3Renderer
 from proxy.dialects.openapi import openapi
 from workers.harness_check.verify import sequences
 
@@ -35,7 +35,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 
 @pytest.fixture(scope="module")
-def served(loop: asyncio.AbstractEventLoop, valkey_url: str, renderer: ChatMLRenderer) -> Iterator[ProxyStack]:
+def served(loop: asyncio.AbstractEventLoop, valkey_url: str, renderer: Qwen3Renderer) -> Iterator[ProxyStack]:
     async def start() -> ProxyStack:
         stack = ProxyStack(Redis.from_url(valkey_url), renderer)
         await stack.redis.flushdb()

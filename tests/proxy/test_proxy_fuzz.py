@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from proxy_parts import SPECIAL, Harness, ProxyStack
 from redis.asyncio import Redis
 
-from infra.chat.qwen3 import ChatMLRenderer
+from infra.chat.qwen3 import Qwen3Renderer
 from workers.harness_check.verify import sequences
 
 spelled = st.lists(st.sampled_from([*SPECIAL, "\n", " ", "\x00", '"', "{", "}", "\\"]), max_size=6).map("".join)
@@ -39,7 +39,7 @@ numbers = itertools.count()
 
 
 @asynccontextmanager
-async def running(url: str, renderer: ChatMLRenderer) -> AsyncIterator[ProxyStack]:
+async def running(url: str, renderer: Qwen3Renderer) -> AsyncIterator[ProxyStack]:
     redis = Redis.from_url(url)
     stack = ProxyStack(redis, renderer)
     await stack.open("cell-0")
@@ -54,7 +54,7 @@ async def running(url: str, renderer: ChatMLRenderer) -> AsyncIterator[ProxyStac
 @given(st.lists(st.tuples(values, texts, st.booleans()), min_size=1, max_size=4), texts)
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_tool_loop_is_append_only(
-    valkey_url: str, renderer: ChatMLRenderer, turns: list[tuple[Any, str, bool]], first: str
+    valkey_url: str, renderer: Qwen3Renderer, turns: list[tuple[Any, str, bool]], first: str
 ) -> None:
     async def scenario() -> None:
         async with running(valkey_url, renderer) as stack, aiohttp.ClientSession() as session:
@@ -83,7 +83,7 @@ def test_any_tool_loop_is_append_only(
 @given(st.lists(messages, min_size=1, max_size=6), st.booleans())
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_conversation_is_answered_with_a_5xx(
-    valkey_url: str, renderer: ChatMLRenderer, requests: list[list[dict[str, Any]]], streams: bool
+    valkey_url: str, renderer: Qwen3Renderer, requests: list[list[dict[str, Any]]], streams: bool
 ) -> None:
     async def scenario() -> None:
         async with running(valkey_url, renderer) as stack, aiohttp.ClientSession() as session:

@@ -10,13 +10,13 @@ import pytest
 from proxy_parts import QUICK, Harness, ProxyStack, until
 from redis.asyncio import Redis
 
-from infra.chat.qwen3 import ChatMLRenderer
+from infra.chat.qwen3 import Qwen3Renderer
 from workers.stack.valkey import Valkey
 
 
 @pytest.mark.stack
 async def test_a_call_outlives_a_restart_of_redis(
-    renderer: ChatMLRenderer, tmp_path: Path, session: aiohttp.ClientSession
+    renderer: Qwen3Renderer, tmp_path: Path, session: aiohttp.ClientSession
 ) -> None:
     with Valkey(tmp_path) as valkey:
         client = Redis.from_url(valkey.url)

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from infra.chat.families import renderer_for
-from infra.chat.qwen3 import ChatMLRenderer
+from infra.chat.qwen3 import Qwen3Renderer
 from infra.quickstart.demonstrations import TOOLS, demonstrate
 from infra.quickstart.model import make_model
 from infra.quickstart.prepare import MANIFEST, is_complete, prepare_policy
@@ -38,7 +38,7 @@ def policy(made: Path, tmp_path: Path) -> Path:
 def test_the_folder_loads_in_transformers_with_the_tokenizer_that_the_renderer_uses(made: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(made)
     tokenizer = AutoTokenizer.from_pretrained(made)
-    renderer = ChatMLRenderer(made / "tokenizer.json", compact_tools=True)
+    renderer = Qwen3Renderer(made / "tokenizer.json", compact_tools=True)
     text = "Follow `fox.txt` and write the last word to `answer.txt`."
     assert model.dtype == torch.float32
     assert model.config.vocab_size == renderer.vocab_size == len(tokenizer)
@@ -52,7 +52,7 @@ def test_the_folder_loads_in_transformers_with_the_tokenizer_that_the_renderer_u
 def test_the_exported_template_renders_the_tokens_that_the_policy_was_taught(made: Path) -> None:
     renderer, tokenizer = renderer_for(made), AutoTokenizer.from_pretrained(made)
     tools = [{"type": "function", "function": {"name": tool.name}} for tool in TOOLS]
-    assert isinstance(renderer, ChatMLRenderer)
+    assert isinstance(renderer, Qwen3Renderer)
     for family in FAMILIES:
         messages = demonstrate(
             random.Random(family), make_task(random.Random(family), family), mistake_rate=0.3

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.chat.messages import Message
-from infra.chat.qwen3 import ChatMLRenderer
+from infra.chat.qwen3 import Qwen3Renderer
 from infra.quickstart.demonstrations import TOOLS, demonstrate
 from infra.quickstart.tasks import FAMILIES, WORDS, Family, make_task
 from infra.quickstart.tokenizer import SPECIAL_TOKENS, train_tokenizer
@@ -19,20 +19,20 @@ from infra.quickstart.warm_start import encode
 
 
 @pytest.fixture(scope="module")
-def renderer(tmp_path_factory: pytest.TempPathFactory) -> ChatMLRenderer:
+def renderer(tmp_path_factory: pytest.TempPathFactory) -> Qwen3Renderer:
     file: Path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     train_tokenizer().save(str(file))
-    return ChatMLRenderer(file, compact_tools=True)
+    return Qwen3Renderer(file, compact_tools=True)
 
 
 @given(text=st.text())
-def test_any_text_comes_back_as_it_was(renderer: ChatMLRenderer, text: str) -> None:
+def test_any_text_comes_back_as_it_was(renderer: Qwen3Renderer, text: str) -> None:
     ids = renderer.text(text)
     assert renderer.tokenizer.decode(ids, skip_special_tokens=False) == text
     assert not set(ids) & set(range(len(SPECIAL_TOKENS)))
 
 
-def test_text_that_spells_special_tokens_has_none(renderer: ChatMLRenderer) -> None:
+def test_text_that_spells_special_tokens_has_none(renderer: Qwen3Renderer) -> None:
     assert not set(renderer.text("".join(SPECIAL_TOKENS))) & set(range(len(SPECIAL_TOKENS)))
 
 
@@ -40,7 +40,7 @@ def test_the_tokenizer_is_reproducible() -> None:
     assert train_tokenizer(transcripts=200).to_str() == train_tokenizer(transcripts=200).to_str()
 
 
-def test_a_word_has_one_token_wherever_it_stands(renderer: ChatMLRenderer) -> None:
+def test_a_word_has_one_token_wherever_it_stands(renderer: Qwen3Renderer) -> None:
     for word in WORDS:
         (token,) = renderer.text(word)
         for text in (
@@ -55,7 +55,7 @@ def test_a_word_has_one_token_wherever_it_stands(renderer: ChatMLRenderer) -> No
             assert renderer.text(text).count(token) == text.count(word), text
 
 
-def test_a_turn_is_about_nine_tokens(renderer: ChatMLRenderer) -> None:
+def test_a_turn_is_about_nine_tokens(renderer: Qwen3Renderer) -> None:
     demo = demonstrate(random.Random(0), make_task(random.Random(0), "chain"), mistake_rate=0.0)
     encoded = encode(renderer, demo.messages)
     assert sum(encoded.sampled) / (len(demo.messages) // 2) <= 9
@@ -63,7 +63,7 @@ def test_a_turn_is_about_nine_tokens(renderer: ChatMLRenderer) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_demonstration_is_encoded_as_the_proxy_records_the_same_conversation(
-    renderer: ChatMLRenderer, family: Family
+    renderer: Qwen3Renderer, family: Family
 ) -> None:
     rng = random.Random(f"encode/{family}")
     for _ in range(20):

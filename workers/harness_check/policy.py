@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from infra.chat.qwen3 import ChatMLRenderer
+from infra.chat.qwen3 import Qwen3Renderer
 from workers.harness_check.engine import ScriptedTurn
 from workers.harness_check.tools import ScriptedToolCall
 
@@ -47,7 +47,7 @@ class Line:
 
 
 class ScriptedPolicy:
-    def __init__(self, renderer: ChatMLRenderer, lines: Mapping[str, Sequence[Line]], shell: str) -> None:
+    def __init__(self, renderer: Qwen3Renderer, lines: Mapping[str, Sequence[Line]], shell: str) -> None:
         """``lines`` of each script; ``shell``: the tool without which a request is for a title or the like."""
         self._renderer, self._lines = renderer, lines
         self._offers = json.dumps(shell)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from infra.chat.qwen3 import ChatMLRenderer
+from infra.chat.qwen3 import Qwen3Renderer
 from infra.episodes.launch import EpisodeLaunch, Exit, Running, SupervisorLost, launch_or_adopt, stop, wait
 from infra.files import tail
 from infra.harness.harness import Harness
@@ -74,7 +74,7 @@ class PrivateGateway:
 
     folder: Path
     stack: PartialStack
-    renderer: ChatMLRenderer
+    renderer: Qwen3Renderer
     socket: Path
 
 
@@ -84,7 +84,7 @@ async def private_gateway() -> AsyncIterator[PrivateGateway]:
     with tempfile.TemporaryDirectory(prefix="gyre-check-") as name:
         folder = Path(name)
         sources = [file.read_text(encoding="utf-8") for file in sorted(Path(__file__).parent.glob("*.py"))]
-        renderer = ChatMLRenderer(write_tokenizer(folder / "tokenizer.json", sources, VOCABULARY))
+        renderer = Qwen3Renderer(write_tokenizer(folder / "tokenizer.json", sources, VOCABULARY))
         async with partial_stack(folder) as stack:
             socket = folder / "proxy" / "proxy.sock"
             await stack.start_gateway(renderer, socket=socket)

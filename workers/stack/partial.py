@@ -18,7 +18,7 @@ from redis.asyncio import Redis
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from infra.chat.chatml import IM_END, IM_START, MARKS
-from infra.chat.qwen3 import ChatMLRenderer
+from infra.chat.qwen3 import Qwen3Renderer
 from infra.state import keys
 from infra.state.redis import as_bytes, redis_client
 from infra.state.routes import get_route, set_route
@@ -56,7 +56,7 @@ class PartialStack:
         self.gateways: list[ServedGateway] = []
 
     async def start_gateway(
-        self, renderer: ChatMLRenderer, limits: Limits | None = None, socket: Path | None = None
+        self, renderer: Qwen3Renderer, limits: Limits | None = None, socket: Path | None = None
     ) -> ServedGateway:
         """Serve on a port, and on a unix socket where one is named. Raises UsageError."""
         limits = limits or Limits()
