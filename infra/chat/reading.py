@@ -60,7 +60,7 @@ def read_turn(pieces: Sequence[bytes], places: Places | None = None, *, thinking
     # One character per byte: JSON's structure is ASCII, so its places are the same in any reading of the rest.
     view = data.decode("latin-1")
     if places is None:
-        places = {mark: [found.start() for found in re.finditer(mark, view)] for mark in _MARKS}
+        places = {mark: [match.start() for match in re.finditer(mark, view)] for mark in _MARKS}
     reasoning, start = _reasoning(data, places, thinking)
     closings = frozenset(places[CALL_CLOSE])
     calls: list[ParsedCall] = []

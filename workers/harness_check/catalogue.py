@@ -63,9 +63,9 @@ def scenarios_of(harness: str, turns: int = 16) -> dict[str, Scenario]:
     if harness in ("codex", "opencode", "qwen-code"):
         # opencode has its summary written from a transcript, by a request that shares nothing with the conversation
         summaries = {"side": {2, 3}} if harness == "opencode" else {"main_summary": {1, 2, 3}}
-        told = 120_000 if harness == "qwen-code" else 72_000
+        context = 120_000 if harness == "qwen-code" else 72_000
         scenarios += [
-            Scenario("compaction", scripts.long, 11, {"main": {2, 3, 4}, **summaries}, told_context=told),
+            Scenario("compaction", scripts.long, 11, {"main": {2, 3, 4}, **summaries}, told_context=context),
             Scenario("agents", scripts.agents, 10, {**main, "sub_agent": {2}}),
         ]
     if harness not in ("mini", "mini-swe-agent"):
