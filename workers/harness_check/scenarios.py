@@ -165,8 +165,8 @@ class _CheckedEpisode:
         await self._kill(running, started.exists)
         running = await self._start(2)
         await self._kill(running, self._engine.holding.is_set)
-        self._engine.gate.set()
         running = await self._start(3)
+        self._engine.gate.set()  # only now: the generation that was killed may no longer record what it asked for
         return await self._wait(running), running
 
     async def _start(self, generation: int) -> Running:
